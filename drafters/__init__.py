@@ -1,0 +1,1 @@
+"""Everything that proposes tokens, and the tree in which it proposes them."""

@@ -1,0 +1,1 @@
+"""The engine: request state, the step loop, acceptance, sampling, target models."""

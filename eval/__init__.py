@@ -1,0 +1,1 @@
+"""Measuring: the command line, benchmarks, checks and reports."""

@@ -1,0 +1,94 @@
+"""The shape of one flattened forward pass, shared by models, drafters and kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCRATCH_PAGE = 0
+"""Page 0 of every cache belongs to nobody: padding tokens write there, and nobody reads it."""
+
+
+@dataclass
+class KVCache:
+    """Keys and values of one model, in pages that all requests share.
+
+    Page ids are common to every model of an engine, so target and drafter read one page table.
+
+    k, v: [layers, pages, page_size, kv_heads, head_dim]; page 0 is the scratch page.
+    """
+
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> KVCache:
+        shape = (layers, pages, page_size, kv_heads, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        layers, _, _, heads, dim = self.k.shape
+        return 2 * layers * heads * dim * self.k.element_size()
+
+
+@dataclass
+class PassBatch:
+    """N new tokens of R requests, flattened without padding between requests.
+
+    Request r owns tokens request_offsets[r] : request_offsets[r + 1]. Its new token j sits at logical cache
+    index context_lens[r] + j, whatever its RoPE position.
+
+    token_ids        [N] int64
+    positions        [N] int64      RoPE positions (committed length + depth in the tree)
+    request_offsets  [R + 1] int32
+    context_lens     [R] int32      tokens already in the cache
+    page_table       [R, P] int32
+    slot_mapping     [N] int64      page * page_size + offset of each new token; scratch slots for padding
+    ancestor_masks   [N] int64      bit j set: attends new token j of its own request (itself included); the 64-bit
+                                    pattern of an unsigned word. None: causal chain, any number of tokens
+    max_query_len    host int       upper bound of new tokens in one request
+    max_kv_len       host int       upper bound of context + new tokens in one request
+    plan             filled by `ops.plan_attention`, once for all layers of the pass
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    request_offsets: Tensor
+    context_lens: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+    ancestor_masks: Tensor | None
+    max_query_len: int
+    max_kv_len: int
+    plan: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        return self.context_lens.shape[0]
+
+
+def slots_of(page_table: Tensor, logical: Tensor, page_size: int) -> Tensor:
+    """Cache slots of logical token indices. page_table [R, P], logical [R, n] -> int64 [R, n]."""
+    pages = page_table.long().gather(1, logical // page_size)
+    return pages * page_size + logical % page_size

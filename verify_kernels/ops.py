@@ -1,0 +1,95 @@
+"""The one dispatch point: every operation of the verify pass is called through this module.
+
+Each operation has a torch reference in `verify_kernels.reference` (its specification: shapes, dtypes and semantics are
+in its docstring there) and may have faster implementations, registered per operation under a backend name. Which
+backend runs is decided here and nowhere else:
+
+- `use("auto")` (the default): the fastest registered backend whose `supports` accepts the call's device;
+- `use("reference")`: the torch reference, always.
+
+`chosen()` reports what runs on a device, so that no command has to guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verify_kernels.reference import attention, elementwise, linear as _linear, moe
+
+_REFERENCE: dict[str, Callable[..., Any]] = {
+    "embedding": elementwise.embedding,
+    "rms_norm": elementwise.rms_norm,
+    "add_rms_norm": elementwise.add_rms_norm,
+    "silu_and_mul": elementwise.silu_and_mul,
+    "linear": _linear.linear,
+    "logits": _linear.logits,
+    "greedy_logits": _linear.greedy_logits,
+    "moe_route": moe.moe_route,
+    "moe_experts": moe.moe_experts,
+    "plan_attention": attention.plan_attention,
+    "paged_tree_attention": attention.paged_tree_attention,
+    "append_kv": attention.append_kv,
+    "commit_path": attention.commit_path,
+}
+
+_loaded: dict[str, dict[str, Callable[..., Any]]] = {}  # device type -> op -> implementation
+_mode = "auto"
+
+
+def use(mode: str) -> None:
+    """Choose implementations: "auto" or "reference". Affects every later call of this process."""
+    global _mode
+    if mode not in ("auto", "reference"):
+        raise ValueError(f"kernel backend: found {mode!r}, allowed: 'auto', 'reference'")
+    _mode = mode
+    _loaded.clear()
+
+
+def _table(device_type: str) -> dict[str, Callable[..., Any]]:
+    table = _loaded.get(device_type)
+    if table is None:
+        table = dict(_REFERENCE)
+        if _mode == "auto" and device_type == "cpu":
+            from verify_kernels import cpu
+
+            table.update(cpu.implementations())
+        _loaded[device_type] = table
+    return table
+
+
+def chosen(device_type: str) -> dict[str, str]:
+    """Which module implements each operation on a device: {"linear": "verify_kernels.cpu.linear", ...}."""
+    return {name: fn.__module__ for name, fn in _table(device_type).items()}
+
+
+def _op(name: str) -> Callable[..., Any]:
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        device = x.device if isinstance(x, torch.Tensor) else _device_of(x)
+        return _table(device.type)[name](x, *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = _REFERENCE[name].__doc__
+    return call
+
+
+def _device_of(x: Any) -> torch.device:
+    """Device of a PassBatch or a KVCache."""
+    return x.token_ids.device if hasattr(x, "token_ids") else x.k.device
+
+
+embedding = _op("embedding")
+rms_norm = _op("rms_norm")
+add_rms_norm = _op("add_rms_norm")
+silu_and_mul = _op("silu_and_mul")
+linear = _op("linear")
+logits = _op("logits")
+greedy_logits = _op("greedy_logits")
+moe_route = _op("moe_route")
+moe_experts = _op("moe_experts")
+plan_attention = _op("plan_attention")
+paged_tree_attention = _op("paged_tree_attention")
+append_kv = _op("append_kv")
+commit_path = _op("commit_path")

@@ -1,0 +1,49 @@
+"""Counter-based random numbers: a draw is a pure function of (seed, counter, stream, index).
+
+No generator has state, so the same request gives the same tokens whatever else is in the batch and however many steps
+the engine ran before. The mixer is the finaliser of SplitMix64, applied once per key word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Streams: which decision a draw belongs to. Draws of different streams are independent.
+TARGET, ACCEPT, RESIDUAL, DRAFT, SYNTHETIC = range(5)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+_GAMMA, _M1, _M2 = _signed(0x9E3779B97F4A7C15), _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    # int64 products wrap around; masks turn arithmetic shifts into logical ones.
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def uniform(seeds: Tensor, counters: Tensor, stream: int, index: Tensor | int = 0) -> Tensor:
+    """Uniform float64 draws in [0, 1).
+
+    seeds and counters int64, broadcast together with index (an int or an int64 tensor). `counters` is the number of
+    tokens the request had emitted when the step began (or the output index that is being drawn); `index` tells the draws
+    of one step apart.
+    """
+    key = _mix(_mix(seeds + _GAMMA) + counters * _GAMMA + (stream + 1))
+    return ((_mix(key + (index + 1) * _M2) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+
+
+def sample(probs: Tensor, u: Tensor) -> Tensor:
+    """Inverse-CDF sampling: probs [..., V] (need not be normalised), u [...] in [0, 1) -> ids [...] int64.
+
+    Never returns an id of probability zero.
+    """
+    cdf = probs.to(torch.float64).cumsum(-1)
+    threshold = u.to(torch.float64).unsqueeze(-1) * cdf[..., -1:]
+    ids = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
+    return ids.clamp(max=probs.shape[-1] - 1)
