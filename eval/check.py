@@ -1,0 +1,165 @@
+"""`dspark check`: in seconds, is a pair of target and drafter sound?
+
+Every check has a known answer: a target that drafts for itself accepts everything; speculative output equals plain
+output; prompt lengths around page and chunk edges change nothing. What is left is the drafter's own quality: its AL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from dspark_runtime.errors import DsparkError
+from eval.bench import load, make_drafter
+from eval.prompts import encode, load_prompts, random_ids
+from eval.schema import BenchConfig
+
+if TYPE_CHECKING:
+    from drafters.tree import TreeSpec
+    from dspark_runtime.models.base import Model
+    from dspark_runtime.request import RequestOutput
+
+PAGE, CHUNK = 16, 40
+EDGES = (15, 16, 17, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1)
+TREE = (-1, 0, 0, 1, 1, 2, 3)
+NEAR_TIE = {"float32": 0.0, "bfloat16": 0.125, "float16": 0.02}
+"""Gap of two log-probabilities that rounding alone can turn round, by dtype."""
+
+
+def run(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    drafter: Any = None,
+    spec: TreeSpec | None = None,
+    logprobs: int | None = None,
+    **engine: int,
+) -> list[RequestOutput]:
+    """Greedy output of all prompts, exactly `tokens` each. Raises DsparkError if a request fails."""
+    from dspark_runtime.engine import Engine
+    from dspark_runtime.sampling import SamplingParams
+
+    longest = max(map(len, prompts)) + tokens
+    settings = dict(max_num_requests=len(prompts), max_model_len=min(longest, model.max_model_len), page_size=PAGE)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, logprobs=logprobs)
+    outputs = Engine(model, drafter, spec=spec, **(settings | engine)).generate(prompts, params)
+    for output in outputs:
+        if output.error:
+            raise DsparkError(f"request {output.request_id}: {output.error}")
+    return outputs
+
+
+def compare_outputs(plain: Sequence[RequestOutput], other: Sequence[RequestOutput], gap: float) -> tuple[int, int]:
+    """(requests that differ, of them near ties): a near tie's first differing token is within `gap` of the plain one."""
+    differ = ties = 0
+    for a, b in zip(plain, other, strict=True):
+        if a.token_ids == b.token_ids:
+            continue
+        differ += 1
+        at = next(i for i, (x, y) in enumerate(zip(a.token_ids, b.token_ids)) if x != y)
+        if gap:
+            best = a.logprobs[at]
+            ties += best.logprob - best.top.get(b.token_ids[at], float("-inf")) <= gap
+    return differ, ties
+
+
+def length_of(outputs: Sequence[RequestOutput]) -> float:
+    """AL, bonus token included, pooled over the requests' steps."""
+    steps = sum(o.num_steps for o in outputs)
+    return (steps + sum(o.num_accepted for o in outputs)) / steps
+
+
+def check(
+    config: BenchConfig,
+    tree: str | None,
+    expect_al: float | None,
+    tolerance: float,
+    min_al: float,
+    say: Callable[[str], None],
+) -> bool:
+    """Load the pair, run every check, say one line for each; True if all passed."""
+    target = load(config.target, config)
+    drafter = make_drafter(config.drafter, target, config)
+    return check_pair(target, drafter, config.num_speculative_tokens[-1], tree, expect_al, tolerance, min_al, say)
+
+
+def check_pair(
+    target: Any,
+    drafter: Any,
+    k: int,
+    tree: str | None,
+    expect_al: float | None,
+    tolerance: float,
+    min_al: float,
+    say: Callable[[str], None],
+) -> bool:
+    from drafters.draft_model import DraftModel
+    from drafters.tree import TreeSpec
+    from dspark_runtime.configs import load_tree
+
+    model = target.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    gap = NEAR_TIE[dtype]
+    logprobs = 2 if gap else None
+    if target.tokenizer is not None:
+        prompts = [encode(target.tokenizer, text) for text in load_prompts().texts[:8]]
+    else:
+        prompts = random_ids(8, 24, model.vocab_size, seed=0)
+    tokens = 32
+    all_passed = True
+
+    def verdict(passed: bool, text: str) -> None:
+        nonlocal all_passed
+        all_passed &= passed
+        say(f"{'ok  ' if passed else 'FAIL'}  {text}")
+
+    def same(name: str, plain: list[RequestOutput], other: list[RequestOutput]) -> None:
+        differ, ties = compare_outputs(plain, other, gap)
+        text = f"{name}: {len(other) - differ} of {len(other)} outputs equal plain decoding"
+        verdict(differ == ties, text + (f", {ties} near ties within {dtype} rounding" if ties else ""))
+
+    say(f"target {target.name} ({dtype}), drafter {drafter.name if drafter is not None else 'none'}, k={k}")
+    plain = run(model, prompts, tokens, logprobs=logprobs)
+
+    # Lengths at page and chunk edges: short pages and chunks against one page and one chunk, with the target as its own
+    # drafter, so that a wrong position or a lost cache entry shows as a rejected draft.
+    edges = random_ids(len(EDGES), max(EDGES), model.vocab_size, seed=1)
+    edges = [ids[:length] for ids, length in zip(edges, EDGES) if length + 10 <= model.max_model_len]
+    reference = run(model, edges, 10, logprobs=logprobs, page_size=64)
+    twin = run(model, edges, 10, DraftModel(model), TreeSpec.chain(4), max_prefill_tokens=CHUNK)
+    at_chunk = [i for i, ids in enumerate(edges) if abs(len(ids) - CHUNK) <= 1]
+    alone = [
+        run(model, [edges[i]], 10, DraftModel(model), TreeSpec.chain(4), max_prefill_tokens=CHUNK)[0] for i in at_chunk
+    ]
+    drafted = sum(o.num_drafted for o in [*twin, *alone])
+    accepted = sum(o.num_accepted for o in [*twin, *alone])
+    enough = accepted == drafted if not gap else accepted >= 0.9 * drafted
+    verdict(enough and drafted > 0, f"target as its own drafter: {accepted} of {drafted} drafts accepted")
+    lengths = ", ".join(str(len(ids)) for ids in edges)
+    same(f"prompt lengths {lengths} (page {PAGE}, chunk {CHUNK})", [*reference, *(reference[i] for i in at_chunk)], [*twin, *alone])
+
+    if drafter is None:
+        return all_passed
+    chain = run(model, prompts, tokens, drafter, TreeSpec.chain(k))
+    same(f"chain of {k}", plain, chain)
+    if drafter.can_tree:
+        spec = load_tree(tree) if tree else TreeSpec(TREE)
+        same(f"tree {tree or 'of 6 drafts, depth 3'}", plain, run(model, prompts, tokens, drafter, spec))
+    elif tree:
+        verdict(False, f"tree {tree}: {drafter.name} drafts chains only")
+    else:
+        say(f"      tree: not checked, {drafter.name} drafts chains only")
+
+    length = length_of(chain)
+    proposed = sum(o.num_drafted for o in chain)
+    taken = sum(o.num_accepted for o in chain)
+    line = f"AL {length:.2f} over {len(prompts)} prompts of {tokens} tokens ({taken} of {proposed} drafts accepted)"
+    if not proposed:
+        verdict(False, f"DEAD DRAFTER: {drafter.name} proposed nothing; {line}")
+    elif length < min_al:
+        verdict(False, f"DEAD DRAFTER: almost nothing is accepted, below --min-al {min_al:g}; {line}")
+    elif expect_al is not None:
+        verdict(abs(length - expect_al) <= tolerance, f"{line}; expected {expect_al:g} ± {tolerance:g}")
+    else:
+        verdict(True, line)
+    return all_passed

@@ -1,0 +1,291 @@
+"""The `dspark` command. Help and config checks answer without importing torch: each command imports what it needs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from dspark_runtime.errors import DsparkError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from eval.schema import BenchConfig
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Speculative decoding: measure it, check it, run it.",
+)
+
+UsageError = typer.BadParameter.__mro__[1]  # bad options, whichever parser this typer brings
+
+Target = Annotated[
+    Optional[str],
+    typer.Option(help="smollm2 (fetched once), a folder or hub id, a .gguf file, or an architecture YAML."),
+]
+Drafter = Annotated[Optional[str], typer.Option(help="ngram, none, draft:NAME (any target), draft:self.")]
+K = Annotated[Optional[str], typer.Option("-k", "--num-speculative-tokens", help="Drafts in a row: 0-7 or 0,3,7.")]
+Tree = Annotated[Optional[str], typer.Option(help="Names of configs/trees, or YAML files, separated by commas.")]
+Device = Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1.")]
+Dtype = Annotated[Optional[str], typer.Option(help="auto, float32, bfloat16, float16.")]
+Weights = Annotated[Optional[str], typer.Option(help="auto, or dummy: seeded random weights, for timing.")]
+Method = Annotated[
+    Optional[str], typer.Option("--rejection-sample-method", help="Acceptance rule; auto picks one that fits the drafter.")
+]
+Seed = Annotated[Optional[int], typer.Option(help="Everything random follows from it.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
+
+# A flag takes the place of these fields of a recipe as well: each group says one thing in several ways.
+_ACCEPTANCE = ("acceptance_length", "synthetic_acceptance_rates", "synthetic_acceptance_trace")
+_REPLACES = {
+    **dict.fromkeys(_ACCEPTANCE, _ACCEPTANCE),
+    "tree": ("num_speculative_tokens",),
+    "context_len": ("prompts",),
+    "prompts": ("context_len",),
+}
+
+
+def recipe(file: Path | None, flags: dict[str, object]) -> BenchConfig:
+    """The effective recipe: the file (or the default one if nothing is asked for), overridden by the flags given."""
+    from eval.schema import bench_config
+
+    flags = {name: value for name, value in flags.items() if value is not None}
+    base: dict[str, object] = {}
+    if file is not None or not flags:
+        from eval.recipes import DEFAULT, read_recipe
+
+        file = file or DEFAULT
+        base = read_recipe(file)
+        bench_config(base, str(file))
+    for name in flags:
+        for other in _REPLACES.get(name, ()):
+            base.pop(other, None)
+    return bench_config(base | flags)
+
+
+def progress_bar(quiet: bool) -> tuple[Callable[[str, int, int], None], Callable[[], None]]:
+    """(report, close): a bar on stderr, on a terminal only."""
+    if quiet or not sys.stderr.isatty():
+        return (lambda text, done, total: None), (lambda: None)
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.start()
+    task = bar.add_task("starting", total=1)
+    return (lambda text, done, total: bar.update(task, description=text, completed=done, total=total)), bar.stop
+
+
+@app.command()
+def bench(
+    target: Target = None,
+    drafter: Drafter = None,
+    k: K = None,
+    tree: Tree = None,
+    num_requests: Annotated[Optional[str], typer.Option("-b", "--num-requests", help="Requests at once: 1,8,32.")] = None,
+    al: Annotated[
+        Optional[str],
+        typer.Option("--al", help="Synthetic AL, bonus token included: 3.24 or 2,3,4; 'real' is the drafter's own."),
+    ] = None,
+    al_law: Annotated[Optional[str], typer.Option(help="min_variance (as in vLLM) or geometric.")] = None,
+    rates: Annotated[Optional[str], typer.Option(help="Synthetic unconditional rates by position: 0.9,0.7,0.4.")] = None,
+    trace: Annotated[Optional[str], typer.Option(help="Synthetic: replay the acceptance recorded in this JSON file.")] = None,
+    context: Annotated[Optional[int], typer.Option(help="Prompts of this many random token ids, not texts.")] = None,
+    tokens: Annotated[Optional[int], typer.Option(help="Tokens of each request.")] = None,
+    prompts: Annotated[Optional[str], typer.Option(help='JSONL file, {"turns": [text]} a line.')] = None,
+    temperature: Annotated[Optional[float], typer.Option(help="0 is greedy.")] = None,
+    method: Method = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    cuda_graph: Annotated[Optional[bool], typer.Option(help="Replay steps as CUDA graphs (default: on a GPU).")] = None,
+    seed: Seed = None,
+    repeats: Annotated[Optional[int], typer.Option(help="Measured repeats of every point, each with other prompts.")] = None,
+    warmup: Annotated[Optional[int], typer.Option(help="Repeats before them that do not count.")] = None,
+    config: Annotated[Optional[Path], typer.Option(help="Recipe (YAML); flags override it.")] = None,
+    output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl on stdout.")] = "md",
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Also write the run to this file.")] = None,
+    plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Also draw it: .svg or .png.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Tokens/s of plain and speculative decoding, at real or fixed acceptance length.
+
+    Without options: SmolLM2 with the n-gram drafter, real acceptance and a synthetic length.
+    """
+    flags = dict(
+        target=target,
+        drafter=drafter,
+        num_speculative_tokens=k,
+        tree=tree,
+        num_requests=num_requests,
+        acceptance_length=al,
+        synthetic_acceptance_law=al_law,
+        synthetic_acceptance_rates=rates,
+        synthetic_acceptance_trace=trace,
+        context_len=context,
+        max_tokens=tokens,
+        prompts=prompts,
+        temperature=temperature,
+        rejection_sample_method=method,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        cuda_graph=cuda_graph,
+        seed=seed,
+        repeats=repeats,
+        warmup=warmup,
+    )
+    from eval import report
+
+    if output not in ("md", "csv", "json", "jsonl"):
+        raise DsparkError(f"output: found {output!r}, allowed: md, csv, json, jsonl")
+    if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
+        raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
+    for name, path in (("json", json_file), ("plot", plot_file)):
+        if path is not None and not path.parent.is_dir():
+            raise DsparkError(f"{name}: folder {path.parent} does not exist")
+    settings = recipe(config, flags)
+
+    from eval.bench import bench as run_bench
+
+    progress, close = progress_bar(quiet)
+    try:
+        run = run_bench(settings, shlex.join(["dspark", *sys.argv[1:]]), progress)
+    finally:
+        close()
+    sys.stdout.write(report.render(run, output))
+    if json_file is not None:
+        json_file.write_text(report.render(run, "json"))
+    if plot_file is not None:
+        report.plot(run, plot_file)
+    wrong = [row for row in run.results if row.ran and row.error]
+    for row in wrong:
+        print(f"dspark: ERROR: b={row.num_requests}, {report.shape(row)}: {row.error}", file=sys.stderr)
+    if wrong:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(a: Path, b: Path) -> None:
+    """The points that two `bench --json` files share, and whether they differ by more than their spread."""
+    from eval.compare import compare as compare_runs
+    from eval.schema import load_run
+
+    sys.stdout.write(compare_runs(load_run(a), load_run(b), str(a), str(b)))
+
+
+@app.command()
+def generate(
+    prompt: str,
+    target: Target = None,
+    drafter: Drafter = None,
+    k: K = None,
+    tree: Tree = None,
+    max_tokens: Annotated[int, typer.Option(help="Stop after this many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    method: Method = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+) -> None:
+    """Stream a completion; ends with its AL and tokens/s."""
+    flags = dict(
+        target=target,
+        drafter=drafter,
+        num_speculative_tokens=k if k is not None or tree is not None else "7",
+        tree=tree,
+        rejection_sample_method=method,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        seed=seed,
+    )
+    settings = recipe(None, flags)
+    options = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
+
+    from eval.generate import generate as run_generate
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    write("\n" + run_generate(prompt, settings, options, raw, write) + "\n")
+
+
+@app.command()
+def check(
+    target: Target = None,
+    drafter: Drafter = None,
+    k: K = None,
+    tree: Annotated[Optional[str], typer.Option(help="Tree to check beside the chain.")] = None,
+    expect_al: Annotated[Optional[float], typer.Option(help="Fail if the AL is further than --tolerance from this.")] = None,
+    tolerance: Annotated[float, typer.Option(help="Allowed distance from --expect-al.")] = 0.1,
+    min_al: Annotated[float, typer.Option(help="A drafter below this is called dead and fails.")] = 1.05,
+    device: Device = None,
+    dtype: Annotated[str, typer.Option(help="float32 demands equal tokens; 16-bit types allow near ties.")] = "float32",
+    weights: Weights = None,
+    seed: Seed = None,
+) -> None:
+    """In seconds: is this pair of target and drafter sound? Exit code 1 if not."""
+    flags = dict(
+        target=target,
+        drafter=drafter,
+        num_speculative_tokens=k or "4",
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        seed=seed,
+    )
+    settings = recipe(None, flags)
+
+    from eval.check import check as run_check
+
+    sound = run_check(settings, tree, expect_al, tolerance, min_al, print)
+    raise typer.Exit(0 if sound else 1)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has, and what a run would use."""
+    from eval.doctor import doctor as facts
+
+    sys.stdout.write(facts())
+
+
+@app.command()
+def config(file: Path) -> None:
+    """Check a YAML file: a bench recipe, a model architecture or a tree. Needs no torch."""
+    from eval.recipes import check_file
+
+    print(check_file(file))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: every error that a user can act on is one line on stderr and exit code 2."""
+    try:
+        code = app(argv, standalone_mode=False)
+    except DsparkError as error:
+        message = str(error)
+    except UsageError as error:
+        message = error.format_message()
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+    print("dspark: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

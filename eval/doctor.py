@@ -1,0 +1,41 @@
+"""`dspark doctor`: what this machine has and what a run would use. Nothing is downloaded and nothing is changed."""
+
+from __future__ import annotations
+
+import platform
+
+from eval import environment as env
+
+
+def doctor() -> str:
+    """One fact a line."""
+    import torch
+
+    from dspark_runtime import targets
+    from verify_kernels import ops
+
+    commit, dirty = env.git_state()
+    lines = [
+        f"machine       {platform.node()}: {env.cpu_name()}, {env.cores()} cores, {platform.system()} {platform.release()}",
+        f"python        {platform.python_version()}",
+        f"torch         {torch.__version__}, {torch.get_num_threads()} threads",
+        f"transformers  {env.version('transformers') or 'not installed'}",
+        f"cutlass       {env.version('nvidia-cutlass-dsl') or 'not installed (extra: cuda)'}",
+        f"commit        {commit or 'unknown'}{' with uncommitted changes' if dirty else ''}",
+    ]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        lines.append(
+            f"GPU           {env.gpu_name(device)}, sm_{major}{minor}, {memory:.0f} GiB, driver {env.gpu_driver(device)}, "
+            f"CUDA {torch.version.cuda}"
+        )
+    else:
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        lines.append(f"GPU           none ({why}); runs use the CPU")
+    lines.append(f"CPU kernels   {env.cpu_kernels() or 'none'}")
+    lines.append(f"operations    on {device.type}:")
+    lines += [f"  {name:20s}  {module}" for name, module in ops.chosen(device.type).items()]
+    lines += [f"{key:13s} {value}" for key, value in targets.cache_status().items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,307 @@
+"""File formats of the measuring commands: the bench recipe that goes in, the run that comes out. No torch here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dspark_runtime.errors import ConfigError
+
+SCHEMA_VERSION = 1
+REAL = "real"
+
+
+class Strict(BaseModel):
+    """Unknown fields are errors: a misspelt option must not be ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+# ---------------------------------------------------------------------------------------------------- recipe
+
+
+def int_list(value: object) -> object:
+    """"0-7", "1,8,32", "0-3,7" or one number -> list of int, in order, without repetition."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    if not isinstance(value, str):
+        return value
+    out: list[int] = []
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(f"found {part.strip()!r}, allowed: numbers and ranges such as 0-7 or 1,8,32")
+        out += range(int(first), int(last if dash else first) + 1)
+    return list(dict.fromkeys(out))
+
+
+def float_list(value: object) -> object:
+    """"1,0.8,0.4" or one number -> list of float."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return [value]
+    if not isinstance(value, str):
+        return value
+    try:
+        return [float(part) for part in value.split(",")]
+    except ValueError:
+        raise ValueError(f"found {value!r}, allowed: numbers separated by commas") from None
+
+
+def length_list(value: object) -> object:
+    """As `float_list`; the word "real" stands for the drafter's own acceptance."""
+    if isinstance(value, str):
+        value = value.split(",")
+    if not isinstance(value, list):
+        return float_list(value)
+    parts = [part.strip() if isinstance(part, str) else part for part in value]
+    return [part if part == REAL else float_list(part)[0] for part in parts]
+
+
+def name_list(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+IntList = Annotated[list[int], BeforeValidator(int_list)]
+FloatList = Annotated[list[float], BeforeValidator(float_list)]
+NameList = Annotated[list[str], BeforeValidator(name_list)]
+
+
+class BenchConfig(Strict):
+    """One bench run: the sweep is every tree shape times every number of requests times every acceptance.
+
+    The plain line (k = 0) is always measured. `acceptance_length` holds "real" or synthetic lengths, which count the
+    bonus token; rates or a trace are a synthetic law of their own. `context_len`: prompts of that many random token
+    ids in place of the texts of `prompts`.
+    """
+
+    target: str = "smollm2"
+    drafter: str = "ngram"
+    num_speculative_tokens: IntList = Field(default=[3, 7], min_length=1)
+    tree: NameList = []
+    num_requests: IntList = Field(default=[1], min_length=1)
+    acceptance_length: Annotated[list[float | Literal["real"]], BeforeValidator(length_list)] = []
+    synthetic_acceptance_law: Literal["min_variance", "geometric"] = "min_variance"
+    synthetic_acceptance_rates: FloatList | None = None
+    synthetic_acceptance_trace: str | None = None
+    context_len: int | None = Field(default=None, ge=1)
+    max_tokens: int = Field(default=64, ge=1)
+    prompts: str | None = None
+    temperature: float = Field(default=0.0, ge=0.0)
+    rejection_sample_method: str = "auto"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: str = "auto"
+    cuda_graph: bool | None = None
+    seed: int = Field(default=0, ge=0)
+    repeats: int = Field(default=5, ge=1)
+    warmup: int = Field(default=1, ge=0)
+
+    @field_validator("num_speculative_tokens")
+    @classmethod
+    def _k_range(cls, value: list[int]) -> list[int]:
+        for k in value:
+            if not 0 <= k <= 63:
+                raise ValueError(f"found {k}, allowed: 0 to 63")
+        return value
+
+    @field_validator("num_requests")
+    @classmethod
+    def _b_range(cls, value: list[int]) -> list[int]:
+        for b in value:
+            if b < 1:
+                raise ValueError(f"found {b}, allowed: 1 or more")
+        return value
+
+    @field_validator("acceptance_length")
+    @classmethod
+    def _al_range(cls, value: list[float | str]) -> list[float | str]:
+        for al in value:
+            if al != REAL and not 1.0 <= al <= 64.0:
+                raise ValueError(f"found {al:g}, allowed: 1 to 64 (the bonus token counts)")
+        return value
+
+    @field_validator("synthetic_acceptance_rates")
+    @classmethod
+    def _rates(cls, value: list[float] | None) -> list[float] | None:
+        if value is None:
+            return None
+        if any(not 0.0 <= r <= 1.0 for r in value):
+            raise ValueError(f"found {value}, allowed: values from 0 to 1")
+        if any(b > a for a, b in zip(value, value[1:])):
+            raise ValueError(f"found {value}, allowed: never increasing (share of steps that accept position i and all before)")
+        return value
+
+    @model_validator(mode="after")
+    def _one_law(self) -> BenchConfig:
+        given = [
+            name
+            for name, value in (
+                ("acceptance_length", [al for al in self.acceptance_length if al != REAL]),
+                ("synthetic_acceptance_rates", self.synthetic_acceptance_rates),
+                ("synthetic_acceptance_trace", self.synthetic_acceptance_trace),
+            )
+            if value
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: found together with {given[0]}, allowed: one of them")
+        if self.prompts is not None and self.context_len is not None:
+            raise ValueError("context_len: found together with prompts, allowed: one of them")
+        return self
+
+
+def one_line(error: ValidationError, where: str = "") -> str:
+    """The first problem of a pydantic error as "field: what is wrong"."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = f"unknown field, allowed: {', '.join(BenchConfig.model_fields)}"
+    elif first["type"] != "value_error":
+        wish = message.removeprefix("Input should be ")
+        message = f"found {first['input']!r}, allowed: {wish}"
+    return ": ".join(part for part in (where, field, message) if part)
+
+
+def bench_config(values: dict[str, object], where: str = "") -> BenchConfig:
+    """A checked recipe. Raises ConfigError with one line that names the field (and the file)."""
+    try:
+        return BenchConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(one_line(error, where)) from None
+
+
+# ---------------------------------------------------------------------------------------------------- results
+
+
+class Environment(Strict):
+    """Where a number comes from."""
+
+    machine: str
+    system: str
+    cpu: str
+    cores: int
+    gpu: str | None
+    driver: str | None
+    python: str
+    torch: str
+    transformers: str | None
+    cutlass: str | None
+    commit: str | None
+    dirty: bool | None
+    seed: int
+    ops: dict[str, str]
+    cpu_kernels: str | None
+    cuda_graph: bool
+    prompts: str | None
+    prompts_sha256: str | None
+    read_bandwidth_gbps: float | None
+    matmul_tflops: float | None
+    ceilings: str | None
+
+
+class StepMs(Strict):
+    """Median milliseconds over the steps in which all requests ran. Phases are medians of their own."""
+
+    draft: float
+    verify: float
+    accept: float
+    other: float
+    total: float
+
+
+class Spread(Strict):
+    """Standard deviations of tokens/s/user: of the repeats' medians, and of single requests (prompts) in a repeat."""
+
+    repeats: float
+    prompts: float
+
+
+class BenchRow(Strict):
+    """One point of a sweep. `error` says why a point could not run (then there are no numbers) or why it is wrong.
+
+    spec_decode_acceptance_length: tokens emitted / (request, step) pairs, the bonus token included, pooled;
+    ..._per_request: the mean of the requests' own lengths. Rates: unconditional = share of pairs whose first i drafts
+    were all accepted; conditional = given that the ones before were. emitted_histogram[i]: pairs that emitted i + 1.
+    draft_acceptance_rate: accepted / proposed drafts. tpot_ms: per output token of one request; chunk_gap_ms: between
+    two steps, which is what a client sees between chunks. break_even: the length at which speculation gains nothing.
+    """
+
+    engine: str = "dspark"
+    target: str
+    drafter: str
+    method: str
+    acceptance: str
+    synthetic: bool
+    num_requests: int
+    context_len: int | None = None
+    context: str = ""
+    num_speculative_tokens: int
+    tree: str
+    dtype: str
+    temperature: float = 0.0
+    max_tokens: int
+    requested_acceptance_length: float | None = None
+    error: str | None = None
+    warning: str | None = None
+
+    spec_decode_acceptance_length: float | None = None
+    spec_decode_acceptance_length_per_request: float | None = None
+    spec_decode_per_position_acceptance_rates: list[float] | None = None
+    spec_decode_conditional_acceptance_rates: list[float | None] | None = None
+    accepted_per_step: float | None = None
+    proposed_per_step: float | None = None
+    draft_acceptance_rate: float | None = None
+    emitted_histogram: list[int] | None = None
+    output_throughput: float | None = None
+    output_throughput_per_user: float | None = None
+    tpot_ms: float | None = None
+    chunk_gap_ms: float | None = None
+    prefill_ms: float | None = None
+    step_ms: StepMs | None = None
+    verified_tokens: float | None = None
+    floor_ms: float | None = None
+    time_over_floor: float | None = None
+    speedup: float | None = None
+    break_even_acceptance_length: float | None = None
+    unique_experts_per_layer: float | None = None
+    repeats: int = 0
+    steps: int = 0
+    num_prompts: int = 0
+    spread: Spread | None = None
+
+    @property
+    def ran(self) -> bool:
+        return self.output_throughput is not None
+
+
+class Run(Strict):
+    """What `dspark bench --json` writes and `dspark compare` reads."""
+
+    schema_version: int = SCHEMA_VERSION
+    command: str
+    synthetic: bool
+    environment: Environment
+    seed: int
+    config: BenchConfig
+    results: list[BenchRow]
+
+
+def load_run(path: Path) -> Run:
+    """Read a run. Raises ConfigError naming the file and the field."""
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
+    if not isinstance(raw, dict) or "schema_version" not in raw:
+        raise ConfigError(f"{path}: schema_version: missing, allowed: {SCHEMA_VERSION}")
+    if raw["schema_version"] != SCHEMA_VERSION:
+        raise ConfigError(f"{path}: schema_version: found {raw['schema_version']!r}, allowed: {SCHEMA_VERSION}")
+    try:
+        return Run.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(one_line(error, str(path))) from None

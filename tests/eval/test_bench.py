@@ -1,0 +1,212 @@
+"""The bench: its arithmetic on hand-made step records, its sweep, and whole runs of a tiny target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from drafters.tree import TreeSpec
+from dspark_runtime.errors import ConfigError, DsparkError
+from dspark_runtime.records import StepRecord
+from dspark_runtime.synthetic import SyntheticLaw
+from eval.bench import Point, Repeat, acceptance_numbers, finish_row, plan, sampling_error, time_numbers
+from eval.floor import Ceilings, ModelCost, floor_ms
+from eval.schema import bench_config
+from rows import row
+
+
+def step(emitted: dict[int, int], drafted: int, ms: float, verify: float | None = None) -> StepRecord:
+    """One step; accepted = emitted - 1."""
+    verify = ms if verify is None else verify
+    n = len(emitted)
+    return StepRecord(
+        list(emitted), [drafted] * n, [e - 1 for e in emitted.values()], list(emitted.values()), n * (drafted + 1), 10 * n,
+        {"draft": 0.0, "verify": verify, "accept": 0.0, "other": ms - verify, "total": ms},
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------ recipe
+
+
+def test_ranges_and_lists() -> None:
+    config = bench_config(dict(num_speculative_tokens="0-3,7", num_requests="1,8,32", acceptance_length="real,3.24"))
+    assert config.num_speculative_tokens == [0, 1, 2, 3, 7]
+    assert config.num_requests == [1, 8, 32]
+    assert config.acceptance_length == ["real", 3.24]
+    assert bench_config(dict(num_requests=4, acceptance_length=2)).acceptance_length == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (dict(num_requests="many"), "num_requests: found 'many', allowed: numbers and ranges such as 0-7 or 1,8,32"),
+        (dict(num_requests=[0]), "num_requests: found 0, allowed: 1 or more"),
+        (dict(num_speculative_tokens="64"), "num_speculative_tokens: found 64, allowed: 0 to 63"),
+        (dict(acceptance_length="0.5"), "acceptance_length: found 0.5, allowed: 1 to 64 (the bonus token counts)"),
+        (dict(acceptance_length="fast"), "acceptance_length: found 'fast', allowed: numbers separated by commas"),
+        (dict(repeats=0), "repeats: found 0, allowed: greater than or equal to 1"),
+        (dict(max_tokens="x"), "max_tokens: found 'x', allowed: a valid integer, unable to parse string as an integer"),
+        (dict(dtype="int4"), "dtype: found 'int4', allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
+        (dict(synthetic_acceptance_rates="0.2,0.5"), "synthetic_acceptance_rates: found [0.2, 0.5], allowed: never increasing"),
+        (dict(acceptance_length=2, synthetic_acceptance_rates=[0.5]), "synthetic_acceptance_rates: found together with accept"),
+        (dict(prompts="a", context_len=5), "context_len: found together with prompts"),
+        (dict(reqests=3), "reqests: unknown field, allowed: target, drafter,"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_one_line_that_names_it(values: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        bench_config(values)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------------- sweep
+
+
+def test_every_sweep_has_a_plain_line_for_each_number_of_requests() -> None:
+    points = plan(bench_config(dict(num_speculative_tokens="2,3", num_requests="1,4", acceptance_length="real,3")))
+    lines = [(p.num_requests, p.spec.num_drafts, p.requested) for p in points]
+    one = [(0, None), (2, None), (3, None), (2, 3.0), (3, 3.0)]
+    assert lines == [(b, k, al) for b in (1, 4) for k, al in one]
+    assert points[4].law.describe() == "SYNTHETIC AL 3.00 (min_variance)"
+
+
+def test_a_length_that_a_shape_cannot_reach_is_a_line_that_says_what_it_needs() -> None:
+    points = plan(bench_config(dict(num_speculative_tokens="0-4", acceptance_length="3.24")))
+    assert [p.error for p in points] == [None, "AL 3.24 needs k >= 3", "AL 3.24 needs k >= 3", None, None]
+    with pytest.raises(ConfigError, match=r"acceptance_length: found 3.24, allowed: 1 to 3 with up to 2 drafts"):
+        plan(bench_config(dict(num_speculative_tokens="0-2", acceptance_length="3.24")))
+
+
+def test_rates_fit_one_depth_only() -> None:
+    points = plan(bench_config(dict(num_speculative_tokens="2,3", synthetic_acceptance_rates="0.9,0.5")))
+    assert points[1].law.survival == (0.9, 0.5) and points[1].requested == pytest.approx(2.4)
+    assert points[2].error.startswith("synthetic_acceptance_rates: found 2 values, allowed: 3")
+
+
+def test_drafter_none_measures_plain_lines_only() -> None:
+    assert [p.spec.num_drafts for p in plan(bench_config(dict(drafter="none", num_requests="1,2")))] == [0, 0]
+    with pytest.raises(ConfigError, match="drafter: found none with a synthetic acceptance"):
+        plan(bench_config(dict(drafter="none", acceptance_length="2")))
+
+
+# ----------------------------------------------------------------------------------------------------- numbers
+
+
+def test_length_counts_the_bonus_token_and_is_told_from_accepted_and_rate() -> None:
+    """Two of four drafts accepted in each of 100 steps: AL 3.0, accepted/step 2.0, draft rate 0.5."""
+    numbers = acceptance_numbers([Repeat([step({0: 3}, 4, 1.0)] * 100, 0.0)], depth=4)
+    assert numbers["spec_decode_acceptance_length"] == 3.0
+    assert numbers["accepted_per_step"] == 2.0
+    assert numbers["draft_acceptance_rate"] == 0.5
+    assert numbers["spec_decode_per_position_acceptance_rates"] == [1.0, 1.0, 0.0, 0.0]
+    assert numbers["spec_decode_conditional_acceptance_rates"] == [1.0, 1.0, 0.0, None]
+    assert numbers["emitted_histogram"] == [0, 0, 100, 0, 0]
+
+
+def test_pooled_and_per_request_length_differ() -> None:
+    """10 steps at AL 4 and 1000 steps at AL 2: pooled 2040 / 1010, mean of requests 3.0."""
+    records = [step({0: 4}, 3, 1.0)] * 10 + [step({1: 2}, 3, 1.0)] * 1000
+    numbers = acceptance_numbers([Repeat(records, 0.0)], depth=3)
+    assert numbers["spec_decode_acceptance_length"] == pytest.approx(2040 / 1010)
+    assert numbers["spec_decode_acceptance_length_per_request"] == 3.0
+
+
+def test_the_same_request_id_in_two_repeats_is_two_requests() -> None:
+    repeats = [Repeat([step({0: 4}, 3, 1.0)], 0.0), Repeat([step({0: 2}, 3, 1.0)] * 3, 0.0)]
+    assert acceptance_numbers(repeats, 3)["spec_decode_acceptance_length_per_request"] == 3.0
+
+
+def test_length_is_one_plus_the_sum_of_the_rates() -> None:
+    records = [step({0: 1 + i % 4, 1: 1 + i % 3}, 3, 1.0) for i in range(11)]
+    numbers = acceptance_numbers([Repeat(records, 0.0)], depth=3)
+    rates = numbers["spec_decode_per_position_acceptance_rates"]
+    assert numbers["spec_decode_acceptance_length"] == pytest.approx(1 + sum(rates))
+    assert rates == sorted(rates, reverse=True) and sum(numbers["emitted_histogram"]) == 22
+
+
+def test_nothing_proposed_gives_no_rate() -> None:
+    assert acceptance_numbers([Repeat([step({0: 1}, 0, 1.0)], 0.0)], 3)["draft_acceptance_rate"] is None
+
+
+def test_four_tokens_in_ten_milliseconds() -> None:
+    """AL 4 at 10 ms a step: TPOT 2.5 ms, chunk gap 10 ms, 400 tokens/s, however the tokens arrive."""
+    numbers = time_numbers([Repeat([step({0: 4}, 3, 10.0, verify=8.0)] * 6, 5.0)] * 3, 1)
+    assert numbers["tpot_ms"] == pytest.approx(2.5) and numbers["chunk_gap_ms"] == 10.0
+    assert numbers["output_throughput"] == pytest.approx(400) and numbers["prefill_ms"] == 5.0
+    assert numbers["step_ms"].model_dump() == dict(draft=0.0, verify=8.0, accept=0.0, other=2.0, total=10.0)
+    assert numbers["spread"].repeats == numbers["spread"].prompts == 0.0
+
+
+def test_times_come_from_steps_in_which_all_requests_ran() -> None:
+    records = [step({0: 2, 1: 4}, 3, 20.0)] * 4 + [step({0: 2}, 3, 500.0)] * 9
+    numbers = time_numbers([Repeat(records, 0.0)] * 2, 2)
+    assert numbers["output_throughput"] == pytest.approx(300) and numbers["output_throughput_per_user"] == pytest.approx(150)
+    assert numbers["tpot_ms"] == pytest.approx(1e3 / 150) and numbers["chunk_gap_ms"] == 20.0
+    with pytest.raises(DsparkError, match="never ran 3 requests at once"):
+        time_numbers([Repeat(records, 0.0)], 3)
+
+
+def test_spread_over_repeats_is_told_from_spread_over_prompts() -> None:
+    """Prompts of AL 1 and 3 on a steady machine, then equal prompts on a machine that wavers by 10 %."""
+    steady = [Repeat([step({0: al}, 3, 10.0)] * 5, 0.0) for al in (1, 3, 1, 3)]
+    spread = time_numbers(steady, 1)["spread"]
+    assert spread.repeats == 0.0 and spread.prompts == pytest.approx(math.sqrt(4 / 3) / 2)
+    wavering = [Repeat([step({0: 2, 1: 2}, 3, ms)] * 5, 0.0) for ms in (9.0, 10.0, 11.0)]
+    assert time_numbers(wavering, 2)["spread"].repeats == pytest.approx(0.1)
+
+
+def test_the_number_is_the_median_of_repeats() -> None:
+    repeats = [Repeat([step({0: 1}, 0, ms)] * 3, 0.0) for ms in (10.0, 10.0, 10.0, 10.0, 1000.0)]
+    assert time_numbers(repeats, 1)["output_throughput"] == pytest.approx(100)
+
+
+def point(k: int, al: float | None = None) -> Point:
+    law = SyntheticLaw.make(k, acceptance_length=al) if al else None
+    return Point(1, "chain", TreeSpec.chain(k), law, al)
+
+
+def test_speedup_break_even_and_floor() -> None:
+    plain = row(0, 100.0, step_ms=dict(draft=0, verify=7, accept=0, other=1, total=8.0))
+    line = finish_row(row(3, 150.0), point(3), plain, floor=4.0)
+    assert line.speedup == 1.5 and line.break_even_acceptance_length == 10.0 / 8.0 and line.time_over_floor == 2.5
+    assert line.error is None and line.warning is None
+
+
+def test_a_realised_length_that_is_not_the_requested_one_is_an_error() -> None:
+    wrong = row(3, 150.0, emitted_histogram=[5000, 5000, 0, 0])
+    assert finish_row(wrong, point(3, 2.5), None, 1.0).error == "asked for AL 2.50, realised 1.50"
+    right = row(3, 150.0, emitted_histogram=[5000, 5000, 0, 0])
+    assert finish_row(right, point(3, 1.5), None, 1.0).error is None
+
+
+def test_a_drafter_that_proposes_nothing_is_named() -> None:
+    assert finish_row(row(3, 1.0, proposed_per_step=0.0), point(3), None, 1.0).warning == "drafter proposed nothing"
+    assert finish_row(row(0, 1.0, proposed_per_step=0.0), point(0), None, 1.0).warning is None
+
+
+def test_sampling_error_of_a_length() -> None:
+    """Minimum variance at AL 3.24: one Bernoulli of 0.24. Geometric: variance by enumeration."""
+    assert sampling_error(SyntheticLaw.make(7, acceptance_length=3.24), 100) == pytest.approx(math.sqrt(0.24 * 0.76 / 100))
+    p = SyntheticLaw.make(4, acceptance_length=2.5, law="geometric").survival
+    mass = [a - b for a, b in zip((1.0, *p), (*p, 0.0))]
+    mean = sum(i * m for i, m in enumerate(mass))
+    variance = sum((i - mean) ** 2 * m for i, m in enumerate(mass))
+    assert sampling_error(SyntheticLaw.make(4, acceptance_length=2.5, law="geometric"), 9) == pytest.approx(math.sqrt(variance / 9))
+
+
+# ------------------------------------------------------------------------------------------------------- floor
+
+
+def test_floor_is_the_slower_of_reading_and_computing() -> None:
+    machine = Ceilings(read_bandwidth_gbps=10.0, matmul_tflops=1.0, source="")
+    cost = ModelCost(10_000_000, 0, 0, 0, 20_000_000, kv_bytes_per_token=1000)
+    assert floor_ms(machine, [(cost, 1, 0)]) == pytest.approx(1.0)  # 10 MB at 10 GB/s
+    assert floor_ms(machine, [(cost, 1, 5000)]) == pytest.approx(1.5)  # and 5 MB of keys and values
+    assert floor_ms(machine, [(cost, 100, 0)]) == pytest.approx(2.0)  # 2 GFLOP at 1 TFLOP/s
+    assert floor_ms(machine, [(cost, 1, 0), (cost, 1, 0)]) == pytest.approx(2.0)
+
+
+def test_experts_count_by_how_many_distinct_ones_are_read() -> None:
+    cost = ModelCost(0, 1000, num_experts=4, experts_per_token=2, flops_per_token=0, kv_bytes_per_token=0)
+    assert cost.bytes_of_step(1, 0) == 500 and cost.bytes_of_step(2, 0) == 750
