@@ -35,7 +35,10 @@ def uniform(seeds: Tensor, counters: Tensor, stream: int, index: Tensor | int = 
     of one step apart.
     """
     key = _mix(_mix(seeds + _GAMMA) + counters * _GAMMA + (stream + 1))
-    return ((_mix(key + (index + 1) * _M2) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
+    step = (index + 1) * _M2
+    if isinstance(step, int):  # a Python integer does not wrap around by itself
+        step = _signed(step % (1 << 64))
+    return ((_mix(key + step) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
 def sample(probs: Tensor, u: Tensor) -> Tensor:
