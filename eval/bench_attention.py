@@ -1,0 +1,283 @@
+"""Correctness and speed of the CuTe DSL verify attention on a GPU.
+
+    python -m eval.bench_attention build --kernels DIR            # any machine with the DSL, no GPU
+    python -m eval.bench_attention run --kernels DIR --json FILE  # the GPU machine; needs torch and tvm-ffi
+
+`run` compares random cases (poisoned outputs, NaN in every cache slot nobody may read) with the float32 reference, then
+times the shapes below: one CUDA graph of back-to-back calls over rotating caches larger than L2, median of the replays,
+beside the floor max(KV bytes / read rate, flops / matrix rate) with both rates measured in the same job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verify_kernels.batch import PassBatch
+from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.attention.run import choose, plan, run
+from verify_kernels.reference.attention import paged_tree_attention
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# dtype, head_dim, heads, kv_heads, page_size, mask, longest request, softcap: the random cases draw from these.
+CASES: list[tuple[Any, ...]] = [
+    (BF16, 128, 32, 8, 16, "tree", 16, False),
+    (BF16, 128, 32, 8, 16, "tree", 64, False),
+    (BF16, 128, 32, 4, 16, "tree", 8, False),
+    (BF16, 128, 32, 4, 16, "tree", 16, False),
+    (BF16, 128, 32, 4, 16, "tree", 64, False),
+    (BF16, 128, 8, 1, 64, "tree", 8, False),
+    (BF16, 128, 16, 1, 128, "tree", 64, False),
+    (BF16, 64, 14, 2, 32, "tree", 9, False),
+    (BF16, 64, 14, 2, 32, "tree", 40, False),
+    (FP16, 128, 8, 8, 32, "tree", 64, False),
+    (FP16, 64, 12, 4, 128, "tree", 33, False),
+    (BF16, 128, 32, 8, 64, "causal", 16, False),
+    (BF16, 128, 32, 8, 16, "causal", 300, False),
+    (BF16, 128, 32, 8, 16, "full", 7, False),
+    (FP16, 128, 20, 4, 16, "full", 32, True),
+]
+
+# heads, kv_heads, requests, context, new tokens of each.
+SHAPES = [
+    (32, kv, b, length, q)
+    for kv in (8, 4)
+    for b, length in ((1, 1024), (1, 8192), (1, 32768), (1, 131072), (8, 8192), (32, 4096))
+    for q in (8, 16, 32, 64)
+]
+
+
+def variants() -> list[kernels.Variant]:
+    cases = [choose(*case) for case in CASES]
+    return list(dict.fromkeys(cases + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]))
+
+
+def find(variant: kernels.Variant, folder: Path) -> Path:
+    """The carried library of a variant; the machine that runs it need not have the DSL that built it."""
+    found = sorted(folder.glob(f"{variant.name}-*.so"))
+    if len(found) != 1:
+        raise SystemExit(f"--kernels: found {len(found)} libraries of {variant.name} in {folder}, allowed: 1")
+    return found[0]
+
+
+def random_tree(n: int, rng: random.Random) -> list[int]:
+    """Ancestor words of a random tree: every node but the root has an earlier parent."""
+    words = [1]
+    for i in range(1, n):
+        words.append(words[rng.randrange(i)] | 1 << i)
+    return [w - (1 << 64) if w >> 63 else w for w in words]
+
+
+def make_batch(contexts: list[int], lengths: list[int], mask: str, page_size: int, rng: random.Random, device: str):
+    """A batch over a shuffled page table. Returns it and the number of pages; page 0 is nobody's."""
+    needed = [-(-(c + n) // page_size) for c, n in zip(contexts, lengths, strict=True)]
+    ids = list(range(1, sum(needed) + 4))
+    rng.shuffle(ids)
+    width = max(needed) + rng.randrange(3)
+    table, used = torch.full((len(needed), width), ids[-1], dtype=torch.int32), 0
+    for r, n in enumerate(needed):
+        table[r, :n] = torch.tensor(ids[used : used + n], dtype=torch.int32)
+        used += n
+    offsets = [0]
+    for n in lengths:
+        offsets.append(offsets[-1] + n)
+    words = [w for n in lengths for w in random_tree(n, rng)] if mask == "tree" else None
+    total = offsets[-1]
+    batch = PassBatch(
+        token_ids=torch.zeros(total, dtype=torch.int64, device=device),
+        positions=torch.zeros(total, dtype=torch.int64, device=device),
+        request_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        page_table=table.to(device),
+        slot_mapping=torch.zeros(total, dtype=torch.int64, device=device),
+        ancestor_masks=None if words is None else torch.tensor(words, dtype=torch.int64, device=device),
+        max_query_len=max(lengths),
+        max_kv_len=max(c + n for c, n in zip(contexts, lengths, strict=True)),
+    )
+    return batch, len(ids) + 1
+
+
+def poison(cache: torch.Tensor, batch: PassBatch) -> torch.Tensor:
+    """A copy of the cache with NaN in every slot that no request owns."""
+    pages, page_size = cache.shape[:2]
+    owned = torch.zeros(pages * page_size, dtype=torch.bool, device=cache.device)
+    lengths = batch.request_offsets.diff() + batch.context_lens
+    for r, n in enumerate(lengths.tolist()):
+        t = torch.arange(n, device=cache.device)
+        owned[batch.page_table[r].long()[t // page_size] * page_size + t % page_size] = True
+    copy = cache.clone().view(pages * page_size, *cache.shape[2:])
+    copy[~owned] = float("nan")
+    return copy.view_as(cache)
+
+
+def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
+    """One random batch of a case against the float32 reference."""
+    dtype, dim, heads, kv_heads, page, mask, longest, softcap = case
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    requests = rng.choice([1, 1, 2, 5, 9])
+    edge = [0, 1, page - 1, page, page + 1, 63, 64, 127, 128, 129]
+    contexts = [rng.choice(edge + [rng.randrange(3000)] * 6 + [rng.randrange(20000)]) for _ in range(requests)]
+    lengths = [rng.choice([1, longest, rng.randint(1, longest)]) for _ in range(requests)]
+    lengths[0] = max(lengths[0], 1)
+    batch, pages = make_batch(contexts, lengths, mask, page, rng, "cuda")
+    q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=dtype) * 2
+    k = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
+    v = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
+    scale, cap = dim**-0.5, 8.0 if softcap else 0.0
+    variant = choose(dtype, dim, heads, kv_heads, page, mask, longest, softcap)
+    kernel = kernels.load(find(variant, folder))
+    bad_k, bad_v = poison(k, batch), poison(v, batch)
+    outs = []
+    for min_tiles in (1, rng.choice([2, 3, 1000])):
+        p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q),
+                 min_tiles=min_tiles)
+        p.partial.fill_(float("nan"))
+        p.stats.fill_(float("nan"))
+        out = torch.full_like(q, float("nan"))
+        outs.append(run(kernel, p, q, bad_k, bad_v, out, scale, cap))
+        again = torch.full_like(q, float("nan"))
+        run(kernel, p, q, bad_k, bad_v, again, scale, cap)
+        if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
+            return {"case": str(case), "seed": seed, "error": float("nan"), "why": "two runs differ"}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = paged_tree_attention(q.float(), k.float(), v.float(), batch, scale=scale, mask=mask, softcap=cap)
+    error = max(((o.float() - want).norm() / want.norm()).item() for o in outs)
+    worst = max(((o.float() - want).abs().max() / want.abs().max()).item() for o in outs)
+    if any(not o.isfinite().all() for o in outs):
+        error = float("nan")
+    return {"case": str(case), "seed": seed, "requests": requests, "error": error, "worst": worst}
+
+
+def time_graph(call, calls: int, replays: int = 7) -> float:
+    """Median microseconds of one call(i) inside a CUDA graph of `calls` calls."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    times = []
+    for _ in range(replays + 1):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1000 / calls)
+    return statistics.median(times[1:])
+
+
+def read_rate() -> float:
+    """TB/s of a kernel that only reads."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def reader(x, out, n, BLOCK: tl.constexpr):
+        total = tl.zeros((BLOCK,), dtype=tl.int32)
+        for start in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+            total += tl.load(x + start + tl.arange(0, BLOCK))
+        tl.store(out + tl.program_id(0), tl.sum(total))
+
+    globals()["tl"] = tl
+    x = torch.randint(0, 9, (1 << 28,), dtype=torch.int32, device="cuda")
+    out = torch.empty(1024, dtype=torch.int32, device="cuda")
+    best = min(
+        time_graph(lambda i: reader[(p,)](x, out, x.numel(), BLOCK=4096, num_warps=8), 4) for p in (132, 264, 528)
+    )
+    return x.numel() * 4 / best / 1e6
+
+
+def matrix_rate() -> float:
+    """TFLOP/s of torch's bf16 product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=BF16) for _ in range(2))
+    return 2 * 8192**3 / time_graph(lambda i: a @ b, 4) / 1e6
+
+
+def timing(shape: tuple[int, ...], folder: Path, rates: tuple[float, float], options: dict[str, Any]) -> dict[str, Any]:
+    heads, kv_heads, requests, context, new = shape
+    rng = random.Random(0)
+    dim, page = 128, 16
+    batch, pages = make_batch([context] * requests, [new] * requests, "tree", page, rng, "cuda")
+    kv_bytes = requests * (context + new) * kv_heads * dim * 2 * 2
+    copies = max(1, -(-300_000_000 // kv_bytes))
+    caches = [
+        [torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=BF16) for _ in range(2)] for _ in range(copies)
+    ]
+    q = torch.randn(requests * new, heads, dim, device="cuda", dtype=BF16)
+    out = torch.empty_like(q)
+    variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new)
+    kernel = kernels.load(find(variant, folder))
+    p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q),
+             min_tiles=options.get("min_tiles", 1))
+    us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
+    flops = 4 * new * heads * dim * requests * (context + new)
+    floor = max(kv_bytes / rates[0], flops / rates[1]) / 1e6
+    return {
+        "op": "paged_tree_attention",
+        "variant": variant.name,
+        "shape": {"heads": heads, "kv_heads": kv_heads, "requests": requests, "context": context, "new": new},
+        "us": round(us, 2),
+        "bytes": kv_bytes,
+        "flops": flops,
+        "floor_us": round(floor, 2),
+        "over_floor": round(us / floor, 3),
+        "tbps": round(kv_bytes / us / 1e6, 3),
+        "tflops": round(flops / us / 1e6, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["build", "run"])
+    parser.add_argument("--kernels", type=Path, required=True, help="folder of compiled kernels")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--cases", type=int, default=300, help="random cases")
+    parser.add_argument("--tolerance", type=float, default=4e-3, help="relative error allowed")
+    parser.add_argument("--no-timing", action="store_true", help="correctness only")
+    args = parser.parse_args()
+    if args.command == "build":
+        for variant in variants():
+            print(kernels.build(variant, args.kernels), flush=True)
+        return
+
+    checks = [check(CASES[i % len(CASES)], i, args.kernels) for i in range(args.cases)]
+    bad = [c for c in checks if not c["error"] <= args.tolerance]
+    largest = max((c["error"] for c in checks), default=0.0)
+    print(f"{len(checks)} random cases, largest relative error {largest:.2e}, {len(bad)} bad")
+    for c in bad[:20]:
+        print("BAD", c)
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "command": " ".join(sys.argv),
+        "environment": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest},
+        "results": [],
+    }
+    if not args.no_timing:
+        rates = read_rate(), matrix_rate()
+        result["read_tbps"], result["matrix_tflops"] = rates
+        print(f"read {rates[0]:.2f} TB/s, matrix {rates[1]:.0f} TFLOP/s")
+        for shape in SHAPES:
+            row = timing(shape, args.kernels, rates, {})
+            result["results"].append(row)
+            print(shape, row["us"], "us, floor", row["floor_us"], "x", row["over_floor"], row["tbps"], "TB/s",
+                  row["tflops"], "TFLOP/s", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if bad:
+        raise SystemExit(f"{len(bad)} of {len(checks)} cases are above {args.tolerance}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""Host side of verify attention: which variant runs, the plan of a pass, and the call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verify_kernels.cute.attention.schedule import schedule
+from verify_kernels.cute.compile import Variant
+
+Kernel = Callable[..., None]
+
+
+def choose(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, mask: str, max_query_len: int,
+    softcap: bool = False,
+) -> Variant:
+    """The variant for a shape. One tree of at most 64 rows (token * group) takes 64-row tiles: both warpgroups then
+    split the keys. Larger ones take 128 rows a CTA, and as many CTAs abreast as the rows need, up to 4.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"verify attention: dtype is {dtype}, allowed: torch.bfloat16, torch.float16")
+    rows = max_query_len * heads // kv_heads
+    constants = (str(dtype).removeprefix("torch."), head_dim, heads, kv_heads, page_size, mask)
+    if rows <= 64:
+        tiles = {"rows": 64, "tile_n": 64, "stages": 5 if head_dim == 128 else 8}
+    else:
+        blocks = min(-(-rows // 128), 4)
+        blocks = 4 if blocks == 3 else blocks
+        tiles = {"rows": 128, "blocks": blocks, "tile_n": 128, "stages": 3 if head_dim == 128 else 5}
+    return Variant(*constants, **tiles, softcap=softcap)
+
+
+@dataclass
+class Plan:
+    """What all layers of one pass share. A CUDA graph may hold its making and its use; lengths may then change."""
+
+    variant: Variant
+    segments: Tensor
+    offsets: Tensor
+    page_table: Tensor
+    ancestors: Tensor
+    partial: Tensor
+    stats: Tensor
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _workspace(device: torch.device, slots: int, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Partial results; passes on one stream share it."""
+    partial = torch.empty(slots, rows, head_dim, dtype=torch.float32, device=device)
+    return partial, torch.empty(slots, rows, 2, dtype=torch.float32, device=device)
+
+
+def plan(
+    variant: Variant,
+    page_table: Tensor,
+    context_lens: Tensor,
+    request_offsets: Tensor,
+    ancestor_masks: Tensor | None,
+    num_tokens: int,
+    *,
+    min_tiles: int = 1,
+) -> Plan:
+    """page_table [R, P] int32, context_lens [R] int32, request_offsets [R + 1] int32, ancestor_masks [N] int64.
+
+    Requests with a tree have at most 64 new tokens. No host read.
+    """
+    device = context_lens.device
+    if (variant.mask == "tree") != (ancestor_masks is not None):
+        found = "none" if ancestor_masks is None else "some"
+        raise ValueError(f"verify attention: ancestor_masks are {found}, allowed: some with mask 'tree', none without")
+    units = _multiprocessors(device) // variant.blocks
+    cut = schedule(
+        context_lens,
+        request_offsets,
+        num_tokens,
+        group=variant.heads // variant.kv_heads,
+        kv_heads=variant.kv_heads,
+        block_rows=variant.rows * variant.blocks,
+        tile_n=variant.tile_n,
+        units=units,
+        causal=variant.mask == "causal",
+        min_tiles=min_tiles,
+    )
+    if ancestor_masks is None:
+        ancestor_masks = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    partial, stats = _workspace(device, 2 * units * variant.blocks, variant.rows, variant.head_dim)
+    return Plan(variant, cut.segments, cut.offsets, page_table, ancestor_masks, partial, stats)
+
+
+def run(
+    kernel: Kernel, plan: Plan, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """q [N, Hq, D], k_pages and v_pages [P, page, Hkv, D] of one layer -> out [N, Hq, D]. Capturable."""
+    kernel(
+        q, k_pages, v_pages, plan.page_table, plan.ancestors, plan.segments, plan.offsets, out, plan.partial, plan.stats,
+        scale, softcap,
+    )
+    return out

@@ -1,0 +1,95 @@
+"""The split-KV schedule of one pass: who reads which keys. Torch only, fixed shapes, no host read.
+
+All work of a pass is one line of key tiles: for every (request, block of query rows), for every KV head, the tiles of
+`tile_n` keys that the block attends. The line is cut into equal stretches, one for each unit (a persistent CTA, or the
+`tile_m`-row CTAs of one row block). A stretch is a list of segments: a run of tiles of one (request, rows, KV head).
+A segment that holds all tiles of its work writes the output; the others write partial results, which are combined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RECORD = 16
+"""int32 words of a segment: request, kv_head, row0, q_start, q_len, context, t0, t1, slot, first_unit, last_unit, 0…
+
+row0 is the first query row (token * group + head in group) of the block; [t0, t1) are key tiles; slot is the partial
+result's index, or -1 where the segment is its work's only one; first_unit..last_unit share the work.
+"""
+
+
+@dataclass
+class Schedule:
+    """segments [S, RECORD] int32; offsets [units + 1] int32: unit u runs segments offsets[u] : offsets[u + 1]."""
+
+    segments: Tensor
+    offsets: Tensor
+
+
+def schedule(
+    context_lens: Tensor,
+    request_offsets: Tensor,
+    num_tokens: int,
+    *,
+    group: int,
+    kv_heads: int,
+    block_rows: int,
+    tile_n: int,
+    units: int,
+    causal: bool,
+    min_tiles: int = 1,
+) -> Schedule:
+    """Cuts the pass into `units` stretches of at least `min_tiles` tiles.
+
+    context_lens [R] int32, request_offsets [R + 1] int32, num_tokens N: rows of the flat batch; group = Hq / Hkv.
+    """
+    device = context_lens.device
+    context = context_lens.long()
+    starts = request_offsets[:-1].long()
+    lengths = request_offsets[1:].long() - starts
+
+    # Entries: blocks of block_rows query rows of one request. Their number is bounded without reading a length.
+    entries = context.shape[0] + num_tokens * group // block_rows
+    ends = ((lengths * group + block_rows - 1) // block_rows).cumsum(0)
+    entry = torch.arange(entries, device=device)
+    request = torch.searchsorted(ends, entry, right=True)
+    real = request < context.shape[0]
+    request = request.clamp(max=context.shape[0] - 1)
+    row0 = (entry - torch.where(request > 0, ends[(request - 1).clamp(min=0)], 0)) * block_rows
+    seen = lengths[request]
+    if causal:
+        seen = torch.minimum(seen, (row0 + block_rows + group - 1) // group)
+    tiles = torch.where(real, (context[request] + seen + tile_n - 1) // tile_n, 0)
+
+    work_tiles = tiles[:, None].expand(entries, kv_heads).flatten()
+    work_ends = work_tiles.cumsum(0)
+    work_starts = work_ends - work_tiles
+    total = work_ends[-1]
+    per_unit = ((total + units - 1) // units).clamp(min=min_tiles)
+    cuts = torch.arange(units + 1, device=device) * per_unit
+
+    # Segments start where a work or a unit starts; equal starts are one segment, and the unused tail sorts to the end.
+    start = torch.cat([work_starts, torch.minimum(cuts[:-1], total)]).sort().values
+    following = torch.cat([start[1:], total[None]])
+    unused = torch.iinfo(torch.int64).max
+    start = torch.where(start == following, unused, start).sort().values
+    used = start != unused
+    start = torch.where(used, start, 0)
+    stop = torch.cat([start[1:], start[:1]])
+    stop = torch.where(stop > start, stop, total)
+    offsets = torch.searchsorted(torch.where(used, start, unused), cuts)
+
+    work = torch.searchsorted(work_ends, start, right=True).clamp(max=work_ends.shape[0] - 1)
+    begin, end = work_starts[work], work_ends[work]
+    unit = start // per_unit
+    first, last = begin // per_unit, (end - 1) // per_unit
+    slot = torch.where(first == last, -1, 2 * unit + (start == begin))
+    e = work // kv_heads
+    r = request[e]
+    fields = [r, work % kv_heads, row0[e], starts[r], lengths[r], context[r], start - begin, stop - begin, slot, first, last]
+    segments = torch.stack(fields + [torch.zeros_like(r)] * (RECORD - len(fields)), dim=1)
+    segments = torch.where(used[:, None], segments, 0)
+    return Schedule(segments.int().contiguous(), offsets.int())

@@ -1,0 +1,648 @@
+"""Verify attention for Hopper (sm_90a): trees of new tokens over a paged KV cache, split over the keys.
+
+The query rows of one KV head (token * group + head in group) are the M side of wgmma, so a tree reads its keys once,
+whatever its size. Each CTA walks its stretch of the schedule (`schedule.py`): two producer warps stream K and V pages
+through TMA into rings in shared memory, two warpgroups multiply. The warpgroups share every tile and hold 64 rows each
+(`rows=128`), or, for small trees, hold the same 64 rows and take alternate tiles, merging at the end (`rows=64`).
+
+Pages are TMA boxes of min(page, tile_n) tokens; boxes past a request's end are read out of bounds, which fills zeros.
+Only the tiles past the committed context see a mask: one bit test of the token's ancestor word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from verify_kernels.cute.attention.schedule import RECORD
+
+WARPGROUP = 128
+CONSUMERS = 2 * WARPGROUP
+THREADS = CONSUMERS + WARPGROUP
+LOG2_E = 1.4426950408889634
+MASKS = ("tree", "causal", "full")
+
+
+@cute.jit
+def multiply(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, accumulate: cutlass.Constexpr[bool]
+) -> None:
+    """Issues acc = a b (or acc += a b) as one wgmma group. The atom is made anew: setting its flag changes it."""
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    warpgroup.fence()
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+class VerifyAttention:
+    """One compiled variant.
+
+    rows: query rows of a CTA, 64 or 128; blocks: CTAs that share a unit of the schedule, each with its own rows, so
+    that the second read of a tile hits L2; tile_n: keys of a tile; stages: tiles of K and of V in flight.
+    """
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        head_dim: int,
+        heads: int,
+        kv_heads: int,
+        page_size: int,
+        mask: str,
+        *,
+        rows: int,
+        blocks: int = 1,
+        tile_n: int = 64,
+        stages: int = 4,
+        softcap: bool = False,
+    ) -> None:
+        if head_dim not in (64, 128):
+            raise ValueError(f"verify attention: head_dim is {head_dim}, allowed: 64, 128")
+        if page_size not in (16, 32, 64, 128):
+            raise ValueError(f"verify attention: page_size is {page_size}, allowed: 16, 32, 64, 128")
+        if heads % kv_heads or not 1 <= heads // kv_heads <= 16:
+            raise ValueError(f"verify attention: heads / kv_heads is {heads} / {kv_heads}, allowed: an integer, 1 to 16")
+        if mask not in MASKS:
+            raise ValueError(f"verify attention: mask is {mask!r}, allowed: {', '.join(MASKS)}")
+        if rows not in (64, 128) or (rows == 64 and blocks != 1):
+            raise ValueError(f"verify attention: rows, blocks are {rows}, {blocks}, allowed: 64, 1 or 128, any")
+        self.dtype, self.head_dim, self.heads, self.kv_heads = dtype, head_dim, heads, kv_heads
+        self.group = heads // kv_heads
+        self.page_size, self.mask, self.softcap = page_size, mask, softcap
+        self.rows, self.blocks, self.tile_n, self.stages = rows, blocks, tile_n, stages
+        self.alternate = rows == 64
+        self.step = 2 if self.alternate else 1
+        self.box = min(page_size, tile_n)
+        self.boxes = tile_n // self.box
+        self.tile_bytes = tile_n * head_dim * dtype.width // 8
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # [N, Hq, D]
+        k_pages: cute.Tensor,  # [P, page, Hkv, D]
+        v_pages: cute.Tensor,  # [P, page, Hkv, D]
+        page_table: cute.Tensor,  # [R, maxP] int32
+        ancestors: cute.Tensor,  # [N] int64, read by mask "tree" only
+        segments: cute.Tensor,  # [S, RECORD] int32
+        offsets: cute.Tensor,  # [units + 1] int32
+        out: cute.Tensor,  # [N, Hq, D]
+        partial: cute.Tensor,  # [2 * units * blocks, rows, D] float32
+        stats: cute.Tensor,  # [2 * units * blocks, rows, 2] float32: max (log2 units), sum
+        scale: Float32,
+        softcap: Float32,
+        stream: Any,
+    ) -> None:
+        units = offsets.shape[0] - 1
+        layout = cute.make_layout(
+            (k_pages.shape[0] * self.page_size, self.head_dim, self.kv_heads),
+            stride=(self.kv_heads * self.head_dim, 1, self.head_dim),
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        kv_layout = cute.tile_to_shape(atom, (self.tile_n, self.head_dim, self.stages), (0, 1, 2))
+        q_layout = cute.tile_to_shape(atom, (64, self.head_dim, self.rows // 64), (0, 1, 2))
+        box_layout = cute.tile_to_shape(atom, (self.box, 64), (0, 1))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        k_atom, k_tma = cpasync.make_tiled_tma_atom(
+            load, cute.make_tensor(k_pages.iterator, layout), box_layout, (self.box, 64)
+        )
+        v_atom, v_tma = cpasync.make_tiled_tma_atom(
+            load, cute.make_tensor(v_pages.iterator, layout), box_layout, (self.box, 64)
+        )
+        major = warpgroup.OperandMajorMode
+        mma_qk = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (64, self.tile_n)
+        )
+        mma_pv = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (64, self.head_dim),
+            warpgroup.OperandSource.RMEM,
+        )
+
+        log2_scale = scale * LOG2_E
+        cap_scale = Float32(0.0)
+        if const_expr(self.softcap):
+            cap_scale = scale / softcap
+            log2_scale = softcap * LOG2_E
+        self.kernel(
+            k_atom, k_tma, v_atom, v_tma, q, page_table, ancestors, segments, offsets, out, partial, stats,
+            log2_scale, cap_scale, q_layout, kv_layout, mma_qk, mma_pv,
+        ).launch(
+            grid=[units * self.blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+        )
+        self.combine(segments, offsets, out, partial, stats).launch(
+            grid=[units, self.blocks * self.rows // 8, 1], block=[256, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_atom: cute.CopyAtom,
+        k_tma: cute.Tensor,
+        v_atom: cute.CopyAtom,
+        v_tma: cute.Tensor,
+        q: cute.Tensor,
+        page_table: cute.Tensor,
+        ancestors: cute.Tensor,
+        segments: cute.Tensor,
+        offsets: cute.Tensor,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        stats: cute.Tensor,
+        log2_scale: Float32,
+        cap_scale: Float32,
+        q_layout: cute.ComposedLayout,
+        kv_layout: cute.ComposedLayout,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        unit, rank = block // self.blocks, block % self.blocks
+        first, last = offsets[unit], offsets[unit + 1]
+
+        smem = cutlass.memory.SmemAllocator()
+        full_k = smem.allocate_array(Int64, 4 * self.stages)
+        full_v = full_k + self.stages
+        empty_k = full_k + 2 * self.stages
+        empty_v = full_k + 3 * self.stages
+        s_q = smem.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
+        s_k = smem.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
+        s_v = smem.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
+        exchange = None
+        if const_expr(self.alternate):
+            exchange = smem.allocate_tensor(Float32, cute.make_layout((WARPGROUP, self.head_dim // 2 + 4)), 16)
+
+        if warp == 0:
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(2 * self.stages):
+                    cute.arch.mbarrier_init(full_k + s, 1)
+                    cute.arch.mbarrier_init(empty_k + s, 4 if self.alternate else 8)
+            cpasync.prefetch_descriptor(k_atom)
+            cpasync.prefetch_descriptor(v_atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(40)
+            if warp == 0:
+                self.produce(k_atom, k_tma, s_k, full_k, empty_k, page_table, segments, first, last, rank)
+            if warp == 1:
+                self.produce(v_atom, v_tma, s_v, full_v, empty_v, page_table, segments, first, last, rank)
+        else:
+            cute.arch.setmaxregister_increase(232)
+            self.consume(
+                mma_qk, mma_pv, s_q, s_k, s_v, exchange, full_k, full_v, empty_k, empty_v, q, ancestors, segments,
+                out, partial, stats, log2_scale, cap_scale, first, last, unit, rank, thread - WARPGROUP,
+            )
+
+    @cute.jit
+    def tile_range(self, segments: cute.Tensor, s: Int32, rank: Int32) -> tuple[Int32, Int32]:
+        """Key tiles of a segment; a CTA whose rows lie past the request's end has none."""
+        t0, t1 = segments[s, 6], segments[s, 7]
+        if const_expr(self.blocks > 1):
+            if segments[s, 2] + rank * self.rows >= segments[s, 4] * self.group:
+                t1 = t0
+        return t0, t1
+
+    @cute.jit
+    def box_index(self, page_table: cute.Tensor, request: Int32, tile: Int32, end: Int32, boxes: Int32) -> Int32:
+        """Box of this lane in a tile, in units of boxes of the cache; past the end of the cache where no key lives."""
+        token = tile * self.tile_n + cute.arch.lane_idx() * self.box
+        box = boxes
+        if token < end:
+            page = page_table[request, token // self.page_size]
+            box = page * (self.page_size // self.box) + (token % self.page_size) // self.box
+        return box
+
+    @cute.jit
+    def produce(
+        self,
+        atom: cute.CopyAtom,
+        tma: cute.Tensor,
+        s_tile: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        page_table: cute.Tensor,
+        segments: cute.Tensor,
+        first: Int32,
+        last: Int32,
+        rank: Int32,
+    ) -> None:
+        g_boxes = cute.flat_divide(tma, (self.box, 64))  # (box, 64, boxes, D/64, Hkv)
+        s_boxes = cute.flat_divide(s_tile, (self.box, 64))  # (box, 64, tile_n/box, D/64, stages)
+        t_s, t_g = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
+        )
+        total = cute.size(g_boxes, mode=[2])
+        count = Int32(0)
+        for s in cutlass.range(first, last, unroll=1):
+            request, head = segments[s, 0], segments[s, 1]
+            end = segments[s, 4] + segments[s, 5]
+            t0, t1 = self.tile_range(segments, s, rank)
+            following = self.box_index(page_table, request, t0, end, total)
+            for t in cutlass.range(t0, t1, unroll=1):
+                boxes = following
+                if t + 1 < t1:
+                    following = self.box_index(page_table, request, t + 1, end, total)
+                stage, phase = count % self.stages, (count // self.stages) & 1
+                count += 1
+                cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_bytes)
+                for i in cutlass.range_constexpr(self.boxes):
+                    box = cute.arch.shuffle_sync(boxes, i)
+                    for c in cutlass.range_constexpr(self.head_dim // 64):
+                        cute.copy(
+                            atom, t_g[None, box, c, head], t_s[None, i, c, stage], tma_bar_ptr=full + stage
+                        )
+
+    @cute.jit
+    def consume(
+        self,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        s_q: cute.Tensor,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        exchange: cute.Tensor | None,
+        full_k: cute.Pointer,
+        full_v: cute.Pointer,
+        empty_k: cute.Pointer,
+        empty_v: cute.Pointer,
+        q: cute.Tensor,
+        ancestors: cute.Tensor,
+        segments: cute.Tensor,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        stats: cute.Tensor,
+        log2_scale: Float32,
+        cap_scale: Float32,
+        first: Int32,
+        last: Int32,
+        unit: Int32,
+        rank: Int32,
+        thread: Int32,
+    ) -> None:
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        lane = cute.arch.lane_idx()
+        local = thread % WARPGROUP
+        own = wg * 64 if const_expr(not self.alternate) else 0  # first of this warpgroup's rows in the CTA
+        row = own + (local // 32) * 16 + lane // 4  # this thread holds rows `row` and `row + 8`
+        column = (lane % 4) * 2
+
+        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        f_q = mma_qk.make_fragment_A(qk.partition_A(s_q))
+        f_q = f_q[None, None, None, 0 if const_expr(self.alternate) else wg]
+        f_k = mma_qk.make_fragment_B(qk.partition_B(s_k))
+        s_vt = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
+        f_v = mma_pv.make_fragment_B(pv.partition_B(s_vt))
+        acc_s = mma_qk.make_fragment_C(mma_qk.partition_shape_C((64, self.tile_n)))
+        acc_o = mma_pv.make_fragment_C(mma_pv.partition_shape_C((64, self.head_dim)))
+        f_p = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)), self.dtype)
+        scores = cute.make_tensor(acc_s.iterator, cute.make_layout((2, 2, self.tile_n // 8)))  # (col, row, 8 cols)
+        o = cute.make_tensor(acc_o.iterator, cute.make_layout((2, 2, self.head_dim // 8)))
+        row_max = cute.make_rmem_tensor(2, Float32)
+        row_sum = cute.make_rmem_tensor(2, Float32)
+        words = cute.make_rmem_tensor(2, Int64)
+        limits = cute.make_rmem_tensor(2, Int32)
+
+        count = Int32(0)
+        for s in cutlass.range(first, last, unroll=1):
+            head, row0 = segments[s, 1], segments[s, 2] + rank * self.rows
+            q_start, q_len, context = segments[s, 3], segments[s, 4], segments[s, 5]
+            slot = segments[s, 8]
+            t0, t1 = self.tile_range(segments, s, rank)
+            query_rows = q_len * self.group
+
+            cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
+            self.load_queries(q, s_q, head, row0, q_start, query_rows, thread)
+            for i in cutlass.range_constexpr(2):
+                token = (row0 + row + 8 * i) // self.group
+                words[i] = Int64(0)
+                limits[i] = q_len
+                if const_expr(self.mask == "tree"):
+                    if token < q_len:
+                        words[i] = ancestors[q_start + token]
+                if const_expr(self.mask == "causal"):
+                    limits[i] = cutlass.min(token + 1, q_len)
+            row_max.fill(-Float32.inf)
+            row_sum.fill(0.0)
+            acc_o.fill(0.0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
+
+            # Tiles that lie in the committed context whole need no mask; with a chain, earlier new tokens count too.
+            clear = context
+            if const_expr(self.mask == "causal"):
+                clear = context + row0 // self.group
+            clear = cutlass.min(clear // self.tile_n, t1)
+            start = t0
+            if const_expr(self.alternate):
+                start = t0 + ((wg + count) & 1)
+            unmasked = cutlass.max(clear - start + self.step - 1, 0) // self.step
+            middle = start + unmasked * self.step
+            for t in cutlass.range(start, middle, self.step, unroll=1):
+                self.tile(
+                    mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_s, acc_o, scores, o, row_max, row_sum, words, limits, s_v,
+                    full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context, q_len, column, local,
+                    wg, log2_scale, cap_scale, masked=False,
+                )
+            for t in cutlass.range(middle, t1, self.step, unroll=1):
+                self.tile(
+                    mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_s, acc_o, scores, o, row_max, row_sum, words, limits, s_v,
+                    full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context, q_len, column, local,
+                    wg, log2_scale, cap_scale, masked=True,
+                )
+            count += t1 - t0
+
+            for i in cutlass.range_constexpr(2):
+                total = row_sum[i]
+                total += cute.arch.shuffle_sync_bfly(total, 1)
+                total += cute.arch.shuffle_sync_bfly(total, 2)
+                row_sum[i] = total
+                row_max[i] = row_max[i] * log2_scale
+            if const_expr(self.alternate):
+                self.merge(exchange, acc_o, o, row_max, row_sum, wg, local)
+            if const_expr(self.alternate):
+                if wg == 0:
+                    self.store(
+                        o, row_max, row_sum, out, partial, stats, head, row0, q_start, query_rows, slot, rank, row, column
+                    )
+            else:
+                self.store(
+                    o, row_max, row_sum, out, partial, stats, head, row0, q_start, query_rows, slot, rank, row, column
+                )
+
+    @cute.jit
+    def load_queries(
+        self,
+        q: cute.Tensor,
+        s_q: cute.Tensor,
+        head: Int32,
+        row0: Int32,
+        q_start: Int32,
+        query_rows: Int32,
+        thread: Int32,
+    ) -> None:
+        """The CTA's query rows into shared memory, zeros past the end; 16 bytes at a time."""
+        chunks = self.head_dim // 8
+        s_rows = cute.tiled_divide(s_q, (1, 8))  # ((1, 8), 64, D/8, rows/64)
+        values = cute.make_rmem_tensor(8, self.dtype)
+        for i in cutlass.range_constexpr(self.rows * chunks // CONSUMERS):
+            r = (i * CONSUMERS + thread) // chunks
+            c = thread % chunks
+            values.fill(0.0)
+            if row0 + r < query_rows:
+                token = q_start + (row0 + r) // self.group
+                source = q[token, head * self.group + (row0 + r) % self.group, None]
+                cute.autovec_copy(cute.tiled_divide(source, (8,))[None, c], values)
+            cute.autovec_copy(values, s_rows[(0, None), r % 64, c, r // 64])
+
+    @cute.jit
+    def tile(
+        self,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        f_q: cute.Tensor,
+        f_k: cute.Tensor,
+        f_v: cute.Tensor,
+        f_p: cute.Tensor,
+        acc_s: cute.Tensor,
+        acc_o: cute.Tensor,
+        scores: cute.Tensor,
+        o: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        words: cute.Tensor,
+        limits: cute.Tensor,
+        s_v: cute.Tensor,
+        full_k: cute.Pointer,
+        full_v: cute.Pointer,
+        empty_k: cute.Pointer,
+        empty_v: cute.Pointer,
+        index: Int32,
+        relative: Int32,
+        q_len: Int32,
+        column: Int32,
+        local: Int32,
+        wg: Int32,
+        log2_scale: Float32,
+        cap_scale: Float32,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """One tile of keys. relative: its first key's index among the new tokens (negative in the context)."""
+        stage, phase = index % self.stages, (index // self.stages) & 1
+        cute.arch.mbarrier_wait(full_k + stage, phase)
+        multiply(mma_qk, acc_s, f_q, f_k[None, None, None, stage], accumulate=False)
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty_k + stage)
+
+        if const_expr(self.softcap):
+            for j in cutlass.range_constexpr(cute.size(scores)):
+                scores[j] = cute.math.tanh(scores[j] * cap_scale, fastmath=True)
+        if const_expr(masked):
+            for b in cutlass.range_constexpr(self.tile_n // 8):
+                for a in cutlass.range_constexpr(2):
+                    key = relative + column + 8 * b + a
+                    for i in cutlass.range_constexpr(2):
+                        if const_expr(self.mask == "tree"):
+                            bit = Int32((words[i] >> Int64(cutlass.max(key, 0) & 63)) & Int64(1))
+                            if key >= 0:
+                                if key >= q_len or bit == 0:
+                                    scores[a, i, b] = -Float32.inf
+                        else:
+                            if key >= limits[i]:
+                                scores[a, i, b] = -Float32.inf
+
+        for i in cutlass.range_constexpr(2):
+            top = row_max[i]
+            for b in cutlass.range_constexpr(self.tile_n // 8):
+                top = cute.arch.fmax(top, cute.arch.fmax(scores[0, i, b], scores[1, i, b]))
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1))
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
+            base = top * log2_scale
+            if const_expr(masked):
+                if top == -Float32.inf:
+                    base = Float32(0.0)
+            keep = cute.math.exp2(row_max[i] * log2_scale - base, fastmath=True)
+            row_max[i] = top
+            total = row_sum[i] * keep
+            for b in cutlass.range_constexpr(self.tile_n // 8):
+                for a in cutlass.range_constexpr(2):
+                    p = cute.math.exp2(scores[a, i, b] * log2_scale - base, fastmath=True)
+                    scores[a, i, b] = p
+                    total += p
+            row_sum[i] = total
+            for b in cutlass.range_constexpr(self.head_dim // 8):
+                for a in cutlass.range_constexpr(2):
+                    o[a, i, b] = o[a, i, b] * keep
+        cute.make_tensor(f_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+
+        cute.arch.mbarrier_wait(full_v + stage, phase)
+        if const_expr(masked):
+            # The last page's unused slots may hold anything, and 0 * NaN is NaN.
+            valid = q_len - relative
+            if valid < self.tile_n:
+                self.clear_tail(s_v, stage, valid, local)
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier(barrier_id=2 + wg, number_of_threads=WARPGROUP)
+        multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage], accumulate=True)
+        warpgroup.wait_group(0)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty_v + stage)
+
+    @cute.jit
+    def clear_tail(self, s_v: cute.Tensor, stage: Int32, valid: Int32, local: Int32) -> None:
+        chunks = self.head_dim // 8
+        rows = cute.tiled_divide(s_v, (1, 8))  # ((1, 8), tile_n, D/8, stages)
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        for r in cutlass.range(valid + local // chunks, self.tile_n, WARPGROUP // chunks, unroll=1):
+            cute.autovec_copy(zeros, rows[(0, None), r, local % chunks, stage])
+
+    @cute.jit
+    def merge(
+        self,
+        exchange: cute.Tensor,
+        acc_o: cute.Tensor,
+        o: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        wg: Int32,
+        local: Int32,
+    ) -> None:
+        """Both warpgroups hold the same rows over different tiles: the second hands its results to the first.
+
+        row_max is in log2 units from here on.
+        """
+        size = self.head_dim // 2
+        flat = cute.make_tensor(acc_o.iterator, cute.make_layout(size))
+        if wg == 1:
+            for j in cutlass.range_constexpr(size):
+                exchange[local, j] = flat[j]
+            for i in cutlass.range_constexpr(2):
+                exchange[local, size + i] = row_max[i]
+                exchange[local, size + 2 + i] = row_sum[i]
+        cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
+        if wg == 0:
+            for i in cutlass.range_constexpr(2):
+                other_max = exchange[local, size + i]
+                top = cute.arch.fmax(row_max[i], other_max)
+                base = top
+                if top == -Float32.inf:
+                    base = Float32(0.0)
+                mine = cute.math.exp2(row_max[i] - base, fastmath=True)
+                theirs = cute.math.exp2(other_max - base, fastmath=True)
+                row_max[i] = top
+                row_sum[i] = row_sum[i] * mine + exchange[local, size + 2 + i] * theirs
+                for b in cutlass.range_constexpr(self.head_dim // 8):
+                    for a in cutlass.range_constexpr(2):
+                        o[a, i, b] = o[a, i, b] * mine + exchange[local, a + 2 * i + 4 * b] * theirs
+
+    @cute.jit
+    def store(
+        self,
+        o: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        stats: cute.Tensor,
+        head: Int32,
+        row0: Int32,
+        q_start: Int32,
+        query_rows: Int32,
+        slot: Int32,
+        rank: Int32,
+        row: Int32,
+        column: Int32,
+    ) -> None:
+        """This thread's two rows: normalised to out, or as they are to the partial results."""
+        for i in cutlass.range_constexpr(2):
+            r = row + 8 * i
+            if row0 + r < query_rows:
+                if slot < 0:
+                    token = q_start + (row0 + r) // self.group
+                    target = cute.tiled_divide(out[token, head * self.group + (row0 + r) % self.group, None], (2,))
+                    inverse = Float32(0.0)
+                    if row_sum[i] > 0.0:
+                        inverse = 1.0 / row_sum[i]
+                    pair = cute.make_rmem_tensor(2, self.dtype)
+                    for b in cutlass.range_constexpr(self.head_dim // 8):
+                        for a in cutlass.range_constexpr(2):
+                            pair[a] = (o[a, i, b] * inverse).to(self.dtype)
+                        cute.autovec_copy(pair, target[None, 4 * b + column // 2])
+                else:
+                    index = slot * self.blocks + rank
+                    part = cute.tiled_divide(partial[index, r, None], (2,))
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    for b in cutlass.range_constexpr(self.head_dim // 8):
+                        for a in cutlass.range_constexpr(2):
+                            pair[a] = o[a, i, b]
+                        cute.autovec_copy(pair, part[None, 4 * b + column // 2])
+                    if column == 0:
+                        stats[index, r, 0] = row_max[i]
+                        stats[index, r, 1] = row_sum[i]
+
+    @cute.kernel
+    def combine(
+        self, segments: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, stats: cute.Tensor
+    ) -> None:
+        """Sums the partial results of each work that several units share; one warp a row.
+
+        The work's second unit, whose first segment continues it, stands for it; CTAs of all other units end at once.
+        """
+        thread, _, _ = cute.arch.thread_idx()
+        unit, chunk, _ = cute.arch.block_idx()
+        lane = cute.arch.lane_idx()
+        r = chunk * 8 + thread // 32
+        s, stop = offsets[unit], offsets[unit + 1]
+        if s == stop:
+            cute.arch.griddepcontrol_wait()
+        else:
+            head, row0, q_start, q_len = segments[s, 1], segments[s, 2], segments[s, 3], segments[s, 4]
+            first, last = segments[s, 9], segments[s, 10]
+            cute.arch.griddepcontrol_wait()
+            if segments[s, 6] > 0 and unit == first + 1 and row0 + r < q_len * self.group:
+                rank, local = r // self.rows, r % self.rows
+                parts = last - first + 1
+                # Part 0 began its work (odd slot), the others continue it (even slots).
+                top = -Float32.inf
+                for p in cutlass.range(lane, parts, 32, unroll=1):
+                    index = (2 * (first + p) + (1 if p == 0 else 0)) * self.blocks + rank
+                    top = cute.arch.fmax(top, stats[index, local, 0])
+                top = cute.arch.warp_reduction_max(top)
+                if top == -Float32.inf:
+                    top = Float32(0.0)
+                width = self.head_dim // 32
+                total = cute.make_rmem_tensor(width, Float32)
+                values = cute.make_rmem_tensor(width, Float32)
+                total.fill(0.0)
+                weights = Float32(0.0)
+                for p in cutlass.range(parts, unroll=4):
+                    index = (2 * (first + p) + (1 if p == 0 else 0)) * self.blocks + rank
+                    weight = cute.math.exp2(stats[index, local, 0] - top, fastmath=True)
+                    weights += weight * stats[index, local, 1]
+                    cute.autovec_copy(cute.tiled_divide(partial[index, local, None], (width,))[None, lane], values)
+                    for j in cutlass.range_constexpr(width):
+                        total[j] = total[j] + weight * values[j]
+                inverse = Float32(0.0)
+                if weights > 0.0:
+                    inverse = 1.0 / weights
+                result = cute.make_rmem_tensor(width, self.dtype)
+                for j in cutlass.range_constexpr(width):
+                    result[j] = (total[j] * inverse).to(self.dtype)
+                target = out[q_start + (row0 + r) // self.group, head * self.group + (row0 + r) % self.group, None]
+                cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, lane])

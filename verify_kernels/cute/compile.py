@@ -1,0 +1,166 @@
+"""Ahead-of-time compilation of the CuTe DSL kernels: no GPU needed to build, no DSL needed to run.
+
+`build` compiles one variant to a shared library that needs libcudart and apache-tvm-ffi only, and keeps it in a folder
+under a name that holds the hash of everything it depends on: a changed source, constant, DSL, architecture or tool
+never loads a stale kernel. `load` opens it. Importing this module imports neither the DSL nor tvm-ffi.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ARCH = "sm_90a"
+_DSL = "nvidia-cutlass-dsl"
+
+# The one symbol tvm-ffi kernels want from the DSL's own runtime; the caller sees the CUDA error anyway.
+_SHIM = "void CuteDSLRT_TVMFFISetRaisedCudaError(int error) { (void)error; }\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A compiled kernel's constants; see `attention.verify.VerifyAttention`."""
+
+    dtype: str  # "bfloat16" or "float16"
+    head_dim: int
+    heads: int
+    kv_heads: int
+    page_size: int
+    mask: str
+    rows: int
+    blocks: int = 1
+    tile_n: int = 64
+    stages: int = 4
+    softcap: bool = False
+
+    @property
+    def name(self) -> str:
+        cap = "_cap" if self.softcap else ""
+        return (
+            f"verify_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}_p{self.page_size}_{self.mask}"
+            f"_m{self.rows}x{self.blocks}_n{self.tile_n}_s{self.stages}{cap}"
+        )
+
+
+def default_folder() -> Path:
+    return Path(os.environ.get("DSPARK_KERNEL_CACHE", Path.home() / ".cache" / "dspark-runtime" / "kernels"))
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Hash of the kernel sources, the DSL's version and the architecture."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for source in sorted(folder.rglob("*.py")):
+        digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes() + b"\0")
+    for part in (dsl_version(), ARCH):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def dsl_version() -> str:
+    """Version of the installed DSL, "none" without one (then only libraries in the cache can be loaded)."""
+    try:
+        return importlib.metadata.version(_DSL)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def library(variant: Variant, folder: Path | None = None) -> Path:
+    key = hashlib.sha256(f"{fingerprint()} {variant}".encode()).hexdigest()[:16]
+    return (folder or default_folder()) / f"{variant.name}-{key}.so"
+
+
+def build(variant: Variant, folder: Path | None = None) -> Path:
+    """Compiles a variant unless the folder holds it; returns the library's path."""
+    path = library(variant, folder)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as work:
+            compiled = compile_variant(variant)
+            compiled.export_to_c(f"{work}/kernel.o", function_name="kernel")
+            _link(Path(work))
+            os.replace(f"{work}/kernel.so", path)  # atomic: a reader never sees half a library
+    return path
+
+
+def compile_variant(variant: Variant, options: str = "") -> Any:
+    """The DSL's compiled function. Shapes are symbolic, so one compilation serves every batch."""
+    os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+    from verify_kernels.cute.attention.schedule import RECORD
+    from verify_kernels.cute.attention.verify import VerifyAttention
+
+    constants = dataclasses.asdict(variant)
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[constants.pop("dtype")]
+    kernel = VerifyAttention(dtype, **constants)
+    f32, i32, size = cutlass.Float32, cutlass.Int32, cute.sym_int32
+
+    def fake(kind: Any, *shape: Any) -> Any:
+        order = tuple(reversed(range(len(shape))))
+        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=16)
+
+    tokens, pages, slots = size(), size(), size()
+    queries = fake(dtype, tokens, variant.heads, variant.head_dim)
+    cache = fake(dtype, pages, variant.page_size, variant.kv_heads, variant.head_dim)
+    return cute.compile(
+        kernel,
+        queries,
+        cache,
+        cache,
+        fake(i32, size(), size()),
+        fake(cutlass.Int64, tokens),
+        fake(i32, size(), RECORD),
+        fake(i32, size()),
+        queries,
+        fake(f32, slots, variant.rows, variant.head_dim),
+        fake(f32, slots, variant.rows, 2),
+        f32(1.0),
+        f32(0.0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--enable-tvm-ffi {options}",
+    )
+
+
+def _link(work: Path) -> None:
+    """Links kernel.o with the DSL's static CUDA runtime glue. libcudart and tvm-ffi are found when it is loaded."""
+    root = Path(str(importlib.metadata.distribution(_DSL).locate_file("nvidia_cutlass_dsl")))
+    static = root / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
+    if not static.exists():
+        raise RuntimeError(f"{_DSL}: {static} is missing, allowed: an install with the extra cu13")
+    (work / "shim.c").write_text(_SHIM)
+    command = ["gcc", "-shared", "-fPIC", "-o", work / "kernel.so", work / "kernel.o", work / "shim.c", static]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"gcc could not link the kernel: {done.stderr.strip()}")
+
+
+@functools.cache
+def load(path: Path) -> Callable[..., None]:
+    """The kernel of a library; call it with torch tensors, it runs on torch's current stream."""
+    import torch  # noqa: F401  brings libcudart into the process
+    import tvm_ffi
+
+    _make_global("libcudart.so")
+    return tvm_ffi.load_module(str(path)).kernel
+
+
+def _make_global(name: str) -> None:
+    """Makes the symbols of a loaded library visible to libraries loaded later."""
+    with open("/proc/self/maps") as maps:
+        loaded = {line.split()[-1] for line in maps if name in line}
+    if not loaded:
+        raise RuntimeError(f"{name} is not loaded: found a torch build without CUDA, allowed: one for CUDA 13")
+    ctypes.CDLL(sorted(loaded)[0], mode=ctypes.RTLD_GLOBAL)
