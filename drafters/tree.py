@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 MAX_NODES = 64
 """Nodes of one request in one verify pass, the root included: one bit each in an ancestor mask."""
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    # Kept, because a captured step must not copy from the host.
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _bits(count: int, device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.int64, device=device) << torch.arange(count, device=device)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,10 @@ class TreeSpec:
     def is_chain(self) -> bool:
         return self.depth == self.num_drafts
 
+    def parents_on(self, device: torch.device) -> Tensor:
+        """parents as an int64 tensor [n], made once per device."""
+        return _constant(self.parents, device)
+
 
 @dataclass
 class DraftTree:
@@ -104,36 +118,53 @@ class DraftTree:
     def from_spec(cls, spec: TreeSpec, tokens: Tensor, **extra: Tensor | None) -> DraftTree:
         """A full tree of static shape. tokens [R, spec.num_nodes]."""
         r, n = tokens.shape
-        parents = torch.tensor(spec.parents, device=tokens.device).expand(r, n)
+        parents = spec.parents_on(tokens.device).expand(r, n)
         full = torch.full((r,), n, dtype=torch.int64, device=tokens.device)
         return cls(tokens, parents, full, spec.depth, spec.is_chain, **extra)
 
-    def ancestors(self) -> Tensor:
-        """[R, n, n] bool: entry (i, j) says that j is i or an ancestor of i. Padding nodes see only themselves."""
+    def masks_and_depths(self) -> tuple[Tensor, Tensor]:
+        """Ancestor masks [R, n] int64 (bit j of node i is set where j is i or an ancestor of i) and depths [R, n] int64.
+
+        Padding nodes see only themselves and have depth 0.
+        """
         r, n = self.tokens.shape
-        seen = torch.eye(n, dtype=torch.bool, device=self.tokens.device).repeat(r, 1, 1)
-        rows = torch.arange(r, device=self.tokens.device)[:, None]
-        cursor = self.parents
-        for _ in range(self.depth):
-            on = cursor >= 0
-            seen[rows, torch.arange(n, device=cursor.device), cursor.clamp(min=0)] |= on
-            cursor = torch.where(on, self.parents.gather(1, cursor.clamp(min=0)), -1)
-        return seen
+        device = self.tokens.device
+        nodes = torch.arange(n, device=device)
+        if self.is_chain:
+            masks = (_bits(n, device) * 2 - 1).expand(r, -1)
+            return masks, torch.where(self.tokens >= 0, nodes, 0)
+        jump = torch.where(self.parents >= 0, self.parents, nodes)
+        masks = _bits(n, device).expand(r, -1)
+        depths = (self.parents >= 0).long()
+        for _ in range(self.depth.bit_length()):  # each round doubles how far up a node has looked
+            masks = masks | masks.gather(1, jump)
+            depths = depths + depths.gather(1, jump)
+            jump = jump.gather(1, jump)
+        return masks, depths
 
     def masks(self) -> Tensor:
-        """Ancestor masks [R, n] int64: bit j of node i is set where j is i or an ancestor of i."""
-        if self.is_chain:
-            bits = (torch.ones(self.width, dtype=torch.int64) << torch.arange(self.width)).cumsum(0)
-            return bits.to(self.tokens.device).expand(self.tokens.shape[0], -1)
-        bits = torch.ones(self.width, dtype=torch.int64) << torch.arange(self.width)
-        return (self.ancestors() * bits.to(self.tokens.device)).sum(-1)
+        """Ancestor masks [R, n] int64, see `masks_and_depths`."""
+        return self.masks_and_depths()[0]
 
     def depths(self) -> Tensor:
         """Depth of each node, [R, n] int64; 0 for padding."""
+        return self.masks_and_depths()[1]
+
+    def ancestors(self) -> Tensor:
+        """[R, n, n] bool: entry (i, j) says that j is i or an ancestor of i. Padding nodes see only themselves."""
+        nodes = torch.arange(self.width, device=self.tokens.device)
         if self.is_chain:
-            depths = torch.arange(self.width, device=self.tokens.device).expand(self.tokens.shape[0], -1)
-            return torch.where(self.tokens >= 0, depths, 0)
-        return torch.where(self.tokens >= 0, self.ancestors().sum(-1) - 1, 0)
+            return (nodes[:, None] >= nodes).expand(self.tokens.shape[0], -1, -1)
+        return (self.masks()[:, :, None] >> nodes) & 1 == 1
+
+    def limit(self, max_depth: Tensor) -> DraftTree:
+        """The tree without nodes deeper than max_depth [R] of their request."""
+        if not self.is_chain:
+            return self.prune(self.depths() <= max_depth[:, None])
+        count = torch.minimum(self.num_nodes, max_depth + 1)
+        inside = torch.arange(self.width, device=count.device) < count[:, None]
+        tokens, parents = self.tokens.masked_fill(~inside, -1), self.parents.masked_fill(~inside, -1)
+        return replace(self, tokens=tokens, parents=parents, num_nodes=count)
 
     def prune(self, keep: Tensor) -> DraftTree:
         """The tree of the kept nodes, moved to the front in their order. keep [R, n] bool.
@@ -141,10 +172,9 @@ class DraftTree:
         A node whose parent is dropped is dropped with it; the root always stays.
         """
         r, n = self.tokens.shape
-        keep = (keep & (self.tokens >= 0)).clone()
-        keep[:, 0] = True
-        for _ in range(self.depth):  # prefix-closed: a lost parent takes its children along
-            keep &= torch.where(self.parents >= 0, keep.gather(1, self.parents.clamp(min=0)), True)
+        keep = keep & (self.tokens >= 0) | (torch.arange(n, device=keep.device) == 0)
+        kept = (keep * _bits(n, keep.device)).sum(1, keepdim=True)
+        keep = self.masks() & ~kept == 0  # a lost ancestor takes its descendants along
         order = (~keep).to(torch.int8).argsort(dim=1, stable=True)
         new_index = keep.cumsum(1) - 1
         count = keep.sum(1)

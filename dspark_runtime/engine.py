@@ -1,0 +1,479 @@
+"""The engine: continuous batching of requests over the tensor step in `dspark_runtime.step`.
+
+A request waits, gets a row and pages, has its prompt (all but the last token) put into the cache in chunks, and then
+takes part in decode steps until it ends. The last prompt token is the first tree's root, so every emitted token comes
+from a verify step. The device state of running request i lives in row i of the engine's buffers.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from drafters.base import BatchState, Drafter
+from drafters.tree import MAX_NODES, TreeSpec
+from dspark_runtime import acceptance
+from dspark_runtime.errors import ConfigError, RequestError
+from dspark_runtime.graphs import GraphCache
+from dspark_runtime.kv_cache import PagePool
+from dspark_runtime.models.base import Model
+from dspark_runtime.records import StepRecord
+from dspark_runtime.request import Request, RequestOutput, TokenLogprob
+from dspark_runtime.sampling import SamplingParams, SamplingState
+from dspark_runtime.step import StepResult, decode
+from dspark_runtime.synthetic import SyntheticLaw
+from dspark_runtime.timing import PhaseTimer
+from verify_kernels.batch import SCRATCH_PAGE, PassBatch, slots_of
+
+
+class Engine:
+    """Speculative decoding of many requests with one target and one drafter.
+
+    model: the target. drafter: None decodes plainly. spec: the tree of every step (a chain of k by default; k = 0 is
+    plain decoding and leaves the drafter idle). max_num_requests: rows. max_model_len: context limit, at most the
+    model's. num_pages: size of the shared KV cache in pages (default: enough for all rows at the context limit).
+    max_prefill_tokens: prompt tokens of one prefill pass. rejection_sample_method: "auto" or a name of
+    `acceptance.RULES`. synthetic: replaces the acceptance decision by a stated law. detokenize: needed for stop strings
+    and for `RequestOutput.text`. cuda_graph: replay captured steps (CUDA only) where every request is greedy and none
+    asks for log-probabilities; other batches run the same step uncaptured.
+
+    Raises ConfigError for what does not fit together.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter | None = None,
+        *,
+        spec: TreeSpec | None = None,
+        max_num_requests: int = 8,
+        max_model_len: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_prefill_tokens: int = 1024,
+        rejection_sample_method: str = "auto",
+        synthetic: SyntheticLaw | None = None,
+        detokenize: Callable[[list[int]], str] | None = None,
+        cuda_graph: bool = False,
+    ) -> None:
+        for field, value in (
+            ("max_num_requests", max_num_requests),
+            ("page_size", page_size),
+            ("max_prefill_tokens", max_prefill_tokens),
+        ):
+            if value < 1:
+                raise ConfigError(f"{field}: found {value}, allowed: 1 or more")
+        limit = model.max_model_len
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ConfigError(f"max_model_len: found {max_model_len}, allowed: 1 to {limit}, the context limit of {model.name}")
+        if drafter is not None and drafter.vocab_size not in (None, model.vocab_size):
+            raise ConfigError(
+                f"drafter: vocabulary of {drafter.name} has {drafter.vocab_size} entries, expected the {model.vocab_size} of {model.name}"
+            )
+        if cuda_graph and model.device.type != "cuda":
+            raise ConfigError(f"cuda_graph: found device {model.device.type}, allowed: cuda")
+        self.model, self.drafter = model, drafter
+        self.max_num_requests = max_num_requests
+        self.max_model_len = max_model_len or limit
+        self.max_prefill_tokens = max_prefill_tokens
+        self.detokenize = detokenize
+
+        width = -(-(self.max_model_len + MAX_NODES) // page_size)
+        if num_pages is None:
+            num_pages = max_num_requests * width + 1
+        if num_pages < 2:
+            raise ConfigError(f"num_pages: found {num_pages}, allowed: 2 or more (page 0 is reserved)")
+        self.pool = PagePool(num_pages, page_size)
+        self.cache = model.allocate(num_pages, page_size)
+        if drafter is not None:
+            drafter.allocate(num_pages, page_size, model.device)
+
+        rows, device = max_num_requests, model.device
+        # One more column than the longest sequence: padding is written there.
+        self._tokens = torch.zeros(rows, self.max_model_len + 1, dtype=torch.int64, device=device)
+        self._seq_lens = torch.ones(rows, dtype=torch.int64, device=device)
+        self._limits = torch.ones(rows, dtype=torch.int64, device=device)
+        self._num_outputs = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._page_table = torch.full((rows, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
+
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # running request i owns row i
+        self._next_id = 0
+        self._sampling: SamplingState | None = None  # None: the batch changed
+        self._graphs = GraphCache() if cuda_graph else None
+        self._timer = PhaseTimer(device)
+        self.records: list[StepRecord] = []
+        self.prefill_ms: list[float] = []
+        self.num_preemptions = 0
+        self.configure(spec or TreeSpec.chain(0), synthetic, rejection_sample_method)
+
+    # ------------------------------------------------------------------ configuration
+
+    def configure(
+        self,
+        spec: TreeSpec | None = None,
+        synthetic: SyntheticLaw | None = None,
+        rejection_sample_method: str = "auto",
+    ) -> None:
+        """Change tree, synthetic law and acceptance rule between runs, without reloading. Only while idle."""
+        if self.has_work:
+            raise ConfigError("configure: found requests in flight, allowed: only while the engine is idle")
+        spec = spec or TreeSpec.chain(0)
+        drafter = self.drafter
+        if spec.num_drafts and drafter is None:
+            raise ConfigError(f"num_speculative_tokens: found {spec.num_drafts} without a drafter, allowed: 0")
+        if drafter is not None and spec.num_drafts:
+            if spec.depth > drafter.max_depth:
+                raise ConfigError(
+                    f"num_speculative_tokens: found depth {spec.depth}, allowed: at most {drafter.max_depth} for {drafter.name}"
+                )
+            if not spec.is_chain and not drafter.can_tree:
+                raise ConfigError(f"tree: {drafter.name} drafts chains only")
+        self._can_sample = drafter is not None and drafter.can_sample and rejection_sample_method != "node"
+        self._rule = acceptance.choose_rule(rejection_sample_method, spec, self._can_sample)
+        # Rule N wants the best children, not sampled ones.
+        self._can_sample = self._can_sample and self._rule != "node"
+        if synthetic is not None and synthetic.depth != spec.depth:
+            raise ConfigError(f"synthetic: made for depth {synthetic.depth}, expected the tree's depth {spec.depth}")
+        self.spec, self.synthetic = spec, synthetic
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
+        """Queue a request; returns its id. Raises RequestError for what this request cannot have."""
+        params = params or SamplingParams()
+        prompt = [int(t) for t in prompt_token_ids]
+        vocab = self.model.vocab_size
+        if not prompt:
+            raise RequestError("prompt: found no tokens, allowed: at least 1")
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"prompt: found {len(prompt)} tokens, allowed: at most {self.max_model_len - 1} (context limit {self.max_model_len})"
+            )
+        bad = next((t for t in prompt if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestError(f"prompt: found token id {bad}, allowed: 0 to {vocab - 1}")
+        params.validate(vocab)
+        if params.stop and self.detokenize is None:
+            raise RequestError("stop: stop strings need a tokenizer, and this engine has none")
+        limit = min(self.max_model_len, len(prompt) + params.max_tokens)
+        need = self.pool.pages_for(limit - 1 + self.spec.num_nodes)
+        if need > self.pool.capacity:
+            raise RequestError(
+                f"prompt: {len(prompt)} tokens and max_tokens {params.max_tokens} need {need} pages, the cache has {self.pool.capacity}"
+            )
+        stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+        seed = params.seed if params.seed is not None else secrets.randbits(62)
+        request = Request(self._next_id, prompt, params, seed, frozenset(stop), limit)
+        self._next_id += 1
+        self._waiting.append(request)
+        return request.request_id
+
+    def abort(self, request_id: int) -> None:
+        """End a request now; its pages are free at once. Unknown or finished ids are ignored."""
+        for request in list(self._waiting):
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+        for row, request in enumerate(self._running):
+            if request.request_id == request_id:
+                self._release(row)
+                break
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_step: Callable[[list[RequestOutput]], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends; outputs come in the prompts' order. A bad prompt gives an output with `error`."""
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        final: dict[int, RequestOutput] = {}
+        order: list[int] = []
+        for prompt, p in zip(prompts, each, strict=True):
+            try:
+                order.append(self.submit(prompt, p))
+            except RequestError as error:
+                request_id, self._next_id = self._next_id, self._next_id + 1
+                order.append(request_id)
+                final[request_id] = RequestOutput(
+                    request_id, len(prompt), [], [], None, "error", str(error), None, 0, 0, 0
+                )
+        while self.has_work:
+            outputs = self.step()
+            if on_step is not None:
+                on_step(outputs)
+            final.update((o.request_id, o) for o in outputs if o.finish_reason)
+        return [final[i] for i in order]
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, spec: TreeSpec | None = None) -> list[RequestOutput]:
+        """One prefill pass or one decode step. Returns the requests that it changed.
+
+        spec: another tree for this step only, no larger than the configured one (the seam of a scheduler); with k = 0
+        the drafter still runs, so that its own cache keeps up.
+        """
+        if spec is not None and (spec.num_nodes > self.spec.num_nodes or spec.depth > self.spec.depth):
+            raise ConfigError(
+                f"spec: found {spec.num_nodes} nodes of depth {spec.depth}, allowed: at most the configured "
+                f"{self.spec.num_nodes} of depth {self.spec.depth}"
+            )
+        self._admit()
+        if not self._running:
+            return []
+        if any(r.computed < r.context_len for r in self._running):
+            self._prefill()
+            return []
+        return self._decode(spec)
+
+    def _admit(self) -> None:
+        """First come, first served, while there are rows and pages for the whole context and one tree."""
+        while self._waiting and len(self._running) < self.max_num_requests:
+            request = self._waiting[0]
+            need = self.pool.pages_for(request.context_len + self.spec.num_nodes)
+            if need > self.pool.num_free:
+                break
+            self._waiting.popleft()
+            row = len(self._running)
+            self._running.append(request)
+            self._load_row(row, request)
+            self._grow(row, need)
+
+    def _load_row(self, row: int, request: Request) -> None:
+        committed = request.prompt + request.output
+        self._tokens[row, : len(committed)] = torch.tensor(committed, device=self._tokens.device)
+        self._seq_lens[row] = len(committed)
+        self._limits[row] = request.limit
+        self._num_outputs[row] = len(request.output)
+        self._steps[row] = request.num_steps
+        self._seeds[row] = request.seed
+        self._temperature[row] = request.params.temperature
+        self._page_table[row] = SCRATCH_PAGE
+        self._sampling = None
+
+    def _grow(self, row: int, need: int) -> None:
+        """Give the request in `row` pages until it has `need`."""
+        request = self._running[row]
+        have = len(request.pages)
+        if need > have:
+            fresh = self.pool.take(need - have)
+            request.pages += fresh
+            self._page_table[row, have:need] = torch.tensor(fresh, dtype=torch.int32, device=self._page_table.device)
+
+    def _release(self, row: int) -> None:
+        """Free the pages of the request in `row` and close the gap with the last row."""
+        request = self._running[row]
+        self.pool.give(request.pages)
+        request.pages = []
+        last = len(self._running) - 1
+        if row != last:
+            self._running[row] = self._running[last]
+            for buffer in (
+                self._tokens,
+                self._seq_lens,
+                self._limits,
+                self._num_outputs,
+                self._steps,
+                self._seeds,
+                self._temperature,
+                self._page_table,
+            ):
+                buffer[row] = buffer[last]
+        self._running.pop()
+        self._sampling = None
+
+    def _preempt_newest(self) -> None:
+        """Put the newest request back to the queue's head; it keeps its tokens and computes its cache again."""
+        row = max(range(len(self._running)), key=lambda i: self._running[i].request_id)
+        request = self._running[row]
+        self._release(row)
+        request.computed = 0
+        self._waiting.appendleft(request)
+        self.num_preemptions += 1
+
+    def _prefill(self) -> None:
+        """One pass over the next chunks of every context that is not yet in the cache."""
+        start = time.perf_counter()
+        budget = self.max_prefill_tokens
+        rows: list[int] = []
+        chunks: list[list[int]] = []
+        for row, request in enumerate(self._running):
+            left = request.context_len - request.computed
+            if left and budget:
+                committed = request.prompt + request.output
+                chunks.append(committed[request.computed : request.computed + min(left, budget)])
+                rows.append(row)
+                budget -= len(chunks[-1])
+        device = self.model.device
+        starts = [self._running[row].computed for row in rows]
+        lens = [len(c) for c in chunks]
+        table = self._page_table[torch.tensor(rows, device=device)]
+        positions = [start + i for start, n in zip(starts, lens) for i in range(n)]
+        owner = [i for i, n in enumerate(lens) for _ in range(n)]
+        positions = torch.tensor(positions, device=device)
+        slots = slots_of(table[torch.tensor(owner, device=device)], positions[:, None], self.pool.page_size).squeeze(1)
+        offsets = torch.tensor([0, *lens], device=device).cumsum(0).to(torch.int32)
+        batch = PassBatch(
+            token_ids=torch.tensor([t for c in chunks for t in c], device=device),
+            positions=positions,
+            request_offsets=offsets,
+            context_lens=torch.tensor(starts, dtype=torch.int32, device=device),
+            page_table=table,
+            slot_mapping=slots,
+            ancestor_masks=None,
+            max_query_len=max(lens),
+            max_kv_len=max(a + n for a, n in zip(starts, lens)),
+        )
+        active = self.drafter is not None and self.spec.num_drafts > 0
+        _, features = self.model.forward(batch, self.cache, self.drafter.taps if active else ())
+        if active:
+            self.drafter.prefill(batch, features)
+        for row, n in zip(rows, lens):
+            self._running[row].computed += n
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.prefill_ms.append((time.perf_counter() - start) * 1e3)
+
+    def _decode(self, spec: TreeSpec | None) -> list[RequestOutput]:
+        self._timer.start()
+        active = self.drafter is not None and self.spec.num_drafts > 0
+        spec = spec or self.spec
+        self._reserve(spec.num_nodes)
+        running = self._running
+        num = len(running)
+        if self._sampling is None:
+            self._sampling = SamplingState.build(
+                [r.params for r in running],
+                [len(r.prompt) for r in running],
+                [tuple(r.stop_ids) for r in running],
+                self.model.vocab_size,
+                self.model.device,
+            )
+        wanted = [r.params.logprobs for r in running if r.params.logprobs is not None]
+        num_logprobs = max(wanted) if wanted else None
+        context = sum(r.context_len for r in running)
+        longest = max(r.seq_len for r in running)
+
+        def run(mark: Callable[[str], None], max_seq_len: int) -> StepResult:
+            state = BatchState(
+                tokens=self._tokens[:num],
+                seq_lens=self._seq_lens[:num],
+                page_table=self._page_table[:num],
+                max_drafts=(self._limits[:num] - self._seq_lens[:num] - 1).clamp(min=0, max=spec.depth),
+                temperature=self._temperature[:num],
+                seeds=self._seeds[:num],
+                num_outputs=self._num_outputs[:num],
+                max_seq_len=max_seq_len,
+            )
+            return decode(
+                self.model,
+                self.cache,
+                self.drafter if active else None,
+                state,
+                self._sampling,
+                spec,
+                self._rule,
+                self.synthetic,
+                self._steps[:num],
+                self._can_sample and not self._sampling.all_greedy,
+                num_logprobs,
+                mark,
+            )
+
+        self._timer.begin_device()
+        if self._graphs is not None and self._sampling.all_greedy and num_logprobs is None:
+            result = self._graphs.replay(
+                (num, spec, id(self.synthetic)),
+                run,
+                longest,
+                self.max_model_len,
+                (self._tokens, self._seq_lens, self._num_outputs, self._steps),
+                self._timer.mark,
+            )
+        else:
+            result = run(self._timer.mark, longest)
+        packed = result.packed.tolist()  # the step's only read of the device
+        outputs, record = self._collect(packed, result.logprobs, context)
+        record.ms = self._timer.finish()
+        self.records.append(record)
+        return outputs
+
+    def _reserve(self, nodes: int) -> None:
+        """Pages for every running request's context and tree, oldest first; preempts the newest when they run out."""
+        while True:
+            short = 0
+            for row in sorted(range(len(self._running)), key=lambda i: self._running[i].request_id):
+                request = self._running[row]
+                need = self.pool.pages_for(request.context_len + nodes)
+                short = need - len(request.pages) - self.pool.num_free
+                if short > 0:
+                    break
+                self._grow(row, need)
+            if short <= 0:
+                return
+            self._preempt_newest()
+
+    def _collect(
+        self, packed: list[list[int]], logprobs: tuple[Tensor, Tensor, Tensor] | None, context: int
+    ) -> tuple[list[RequestOutput], StepRecord]:
+        """Hand the step's tokens to their requests; end those that stop or are broken."""
+        running = list(self._running)
+        record = StepRecord([], [], [], [], 0, context)
+        outputs: list[RequestOutput] = []
+        ended: list[int] = []
+        for row, (request, line) in enumerate(zip(running, packed)):
+            emitted, nodes, broken, bad_draft = line[-4:]
+            new: list[int] = []
+            if broken:
+                request.error = f"logits: found NaN or infinity at output token {len(request.output)}"
+            elif bad_draft >= 0:
+                request.error = (
+                    f"draft: found token id {bad_draft}, allowed: 0 to {self.model.vocab_size - 1} (the target's vocabulary)"
+                )
+            else:
+                new = request.accept(line[:emitted], self.detokenize)
+                request.num_steps += 1
+                request.num_drafted += nodes - 1
+                request.num_accepted += emitted - 1
+                request.computed = request.context_len
+                if logprobs is not None and request.params.logprobs is not None:
+                    request.logprobs += _logprobs(row, new, logprobs, request.params.logprobs)
+                record.request_ids.append(request.request_id)
+                record.drafted.append(nodes - 1)
+                record.accepted.append(emitted - 1)
+                record.emitted.append(len(new))
+            record.verified_tokens += nodes
+            if request.error:
+                request.finish_reason = "error"
+            if request.finish_reason:
+                ended.append(row)
+            outputs.append(request.report(new, self.detokenize))
+        for row in sorted(ended, reverse=True):
+            self._release(row)
+        return outputs, record
+
+
+def _logprobs(
+    row: int, new: list[int], logprobs: tuple[Tensor, Tensor, Tensor], top_n: int
+) -> list[TokenLogprob]:
+    chosen, ids, values = (x[row, : len(new)].tolist() for x in logprobs)
+    return [
+        TokenLogprob(token, lp, dict(zip(i[:top_n], v[:top_n])))
+        for token, lp, v, i in zip(new, chosen, values, ids)
+    ]
