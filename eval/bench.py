@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from dspark_runtime.records import StepRecord
     from dspark_runtime.synthetic import SyntheticLaw
     from dspark_runtime.targets import Target
-    from eval.floor import Ceilings, ModelCost
 
 TOLERANCE = 0.05
 """A synthetic run whose realised length is further from the requested one (beyond sampling error) is wrong."""
+
+UNSTEADY = 0.1
+"""A line whose repeats spread by more than this share is marked."""
 
 Progress = Callable[[str, int, int], None]
 
@@ -101,6 +103,8 @@ def plan(config: BenchConfig) -> list[Point]:
     if config.drafter == "none" and any(wishes):
         raise ConfigError("drafter: found none with a synthetic acceptance, allowed: a drafter, whose work is timed too")
     lines = shapes(config)
+    if any(wishes) and not lines:
+        raise ConfigError("num_speculative_tokens: found 0 with a synthetic acceptance, allowed: at least one k above 0 or a tree")
     points = []
     for b in config.num_requests:
         points.append(Point(b, "chain", TreeSpec.chain(0), None, None))
@@ -133,18 +137,16 @@ def plan(config: BenchConfig) -> list[Point]:
 
 def make_drafter(name: str, target: Target, config: BenchConfig) -> object | None:
     """none, ngram, draft:NAME (any target as draft model), draft:self (the target as its own draft model)."""
-    kind, _, model = name.partition(":")
     if name == "none":
         return None
     if name == "ngram":
         from drafters.ngram import NgramDrafter
 
         return NgramDrafter()
-    if kind == "draft" and model:
-        from drafters.draft_model import DraftModel
+    from drafters.draft_model import DraftModel
 
-        return DraftModel(target.model if model == "self" else load(model, config).model)
-    raise ConfigError(f"drafter: found {name!r}, allowed: none, ngram, draft:NAME, draft:self")
+    model = name.removeprefix("draft:")
+    return DraftModel(target.model if model == "self" else load(model, config).model)
 
 
 def load(name: str, config: BenchConfig) -> Target:
@@ -161,15 +163,14 @@ def load(name: str, config: BenchConfig) -> Target:
 class Prompts:
     """Prompts of a repeat: different ones in every repeat, the same ones for every point of that repeat."""
 
-    def __init__(self, config: BenchConfig, target: Target) -> None:
-        self.config, self.vocab = config, target.model.vocab_size
-        self.set: PromptSet | None = None
+    def __init__(self, config: BenchConfig, texts: PromptSet | None, target: Target) -> None:
+        """texts: None for random token ids."""
+        self.config, self.set, self.vocab = config, texts, target.model.vocab_size
         self.ids: list[list[int]] = []
-        if config.context_len is None:
+        if texts is not None:
             if target.tokenizer is None:
                 raise ConfigError(f"prompts: target {target.name} has no tokenizer, allowed: --context N (random token ids)")
-            self.set = load_prompts(config.prompts)
-            self.ids = [encode(target.tokenizer, text) for text in self.set.texts]
+            self.ids = [encode(target.tokenizer, text) for text in texts.texts]
 
     def of(self, repeat: int, num_requests: int) -> list[list[int]]:
         if self.config.context_len is not None:
@@ -286,11 +287,11 @@ def sampling_error(law: SyntheticLaw, pairs: int) -> float:
     return math.sqrt(max(0.0, square - mean * mean) / pairs)
 
 
-def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor: float) -> BenchRow:
+def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor_ms: float) -> BenchRow:
     """The row's comparison with the plain line of as many requests and with the floor; its verdicts."""
     total = row.step_ms.total
-    row.floor_ms = floor
-    row.time_over_floor = total / floor
+    row.floor_ms = floor_ms
+    row.time_over_floor = total / floor_ms if floor_ms else None
     if plain is not None and plain.ran:
         row.speedup = row.output_throughput / plain.output_throughput
         row.break_even_acceptance_length = total / plain.step_ms.total
@@ -299,8 +300,10 @@ def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor: float
         off = abs(row.spec_decode_acceptance_length - point.requested)
         if off > TOLERANCE + 3 * sampling_error(point.law, pairs):
             row.error = f"asked for AL {point.requested:.2f}, realised {row.spec_decode_acceptance_length:.2f}"
-    elif not point.plain and not row.proposed_per_step:
+    if point.law is None and not point.plain and not row.proposed_per_step:
         row.warning = "drafter proposed nothing"
+    elif row.spread.repeats > UNSTEADY:
+        row.warning = f"unsteady machine: the repeats' step times spread by {100 * row.spread.repeats:.0f} %"
     return row
 
 
@@ -310,22 +313,29 @@ def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor: float
 def bench(config: BenchConfig, command: str = "dspark bench", progress: Progress = lambda text, done, total: None) -> Run:
     """Load, warm up, measure, and return every number. Raises ConfigError before anything slow where it can."""
     points = plan(config)
+    texts = load_prompts(config.prompts) if config.context_len is None else None
     progress(f"loading {config.target}", 0, 1)
     target = load(config.target, config)
     drafter = make_drafter(config.drafter, target, config)
-    return measure(config, points, target, drafter, command, progress)
+    prompts = Prompts(config, texts, target)
+    return measure(config, points, prompts, target, drafter, command, progress)
 
 
 def measure(
-    config: BenchConfig, points: list[Point], target: Target, drafter: object | None, command: str, progress: Progress
+    config: BenchConfig,
+    points: list[Point],
+    prompts: Prompts,
+    target: Target,
+    drafter: object | None,
+    command: str,
+    progress: Progress,
 ) -> Run:
     """All repeats of all points with one engine."""
     from dspark_runtime.engine import Engine
     from eval.environment import environment
-    from eval.floor import floor_ms, measure_ceilings, model_cost
+    from eval import floor
 
     model = target.model
-    prompts = Prompts(config, target)
     deepest = max(p.spec.depth for p in points)
     longest = prompts.longest + config.max_tokens + deepest + 1
     if longest > model.max_model_len:
@@ -335,7 +345,7 @@ def measure(
         )
     cuda_graph = config.cuda_graph if config.cuda_graph is not None else model.device.type == "cuda"
     progress("measuring the machine", 0, 1)
-    ceilings = measure_ceilings(model.device, model.dtype)
+    ceilings = floor.measure_ceilings(model.device, model.dtype)
     engine = Engine(
         model, drafter, max_num_requests=max(config.num_requests), max_model_len=longest, cuda_graph=cuda_graph
     )
@@ -360,10 +370,10 @@ def measure(
                 point.repeats.append(repeat)
     progress("done", 1, 1)
 
-    cost = model_cost(model, engine.cache.bytes_per_token)
+    cost = floor.model_cost(model, engine.cache.bytes_per_token)
     drafts = None
     if getattr(drafter, "kv", None) is not None and hasattr(drafter, "model"):
-        drafts = model_cost(drafter.model, drafter.kv.bytes_per_token)
+        drafts = floor.model_cost(drafter.model, drafter.kv.bytes_per_token)
     rows: list[BenchRow] = []
     baseline: dict[int, BenchRow] = {}
     for point in points:
@@ -384,7 +394,7 @@ def measure(
         passes = [(cost, row.verified_tokens, context)]
         if drafts is not None:
             passes += [(drafts, float(point.num_requests), context)] * point.spec.depth
-        finish_row(row, point, baseline.get(point.num_requests), floor_ms(ceilings, passes))
+        finish_row(row, point, baseline.get(point.num_requests), floor.floor_ms(ceilings, passes))
 
     return Run(
         command=command,
@@ -410,9 +420,7 @@ def measure(
 def empty_row(point: Point, target: Target, drafter: object | None, config: BenchConfig, prompts: Prompts) -> BenchRow:
     """What is known of a point before it ran."""
     synthetic = point.law is not None or point.requested is not None
-    if point.plain:
-        acceptance = "plain"
-    elif point.law is not None:
+    if point.law is not None:
         acceptance = point.law.describe()
     else:
         acceptance = f"SYNTHETIC AL {point.requested:g}" if synthetic else REAL

@@ -85,6 +85,7 @@ def progress_bar(quiet: bool) -> tuple[Callable[[str, int, int], None], Callable
 
 @app.command()
 def bench(
+    context_of_call: typer.Context,
     target: Target = None,
     drafter: Drafter = None,
     k: K = None,
@@ -157,7 +158,7 @@ def bench(
 
     progress, close = progress_bar(quiet)
     try:
-        run = run_bench(settings, shlex.join(["dspark", *sys.argv[1:]]), progress)
+        run = run_bench(settings, context_of_call.obj, progress)
     finally:
         close()
     sys.stdout.write(report.render(run, output))
@@ -167,7 +168,7 @@ def bench(
         report.plot(run, plot_file)
     wrong = [row for row in run.results if row.ran and row.error]
     for row in wrong:
-        print(f"dspark: ERROR: b={row.num_requests}, {report.shape(row)}: {row.error}", file=sys.stderr)
+        print(f"dspark: ERROR: {report.name(row)}, b={row.num_requests}: {row.error}", file=sys.stderr)
     if wrong:
         raise typer.Exit(1)
 
@@ -273,8 +274,9 @@ def config(file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: every error that a user can act on is one line on stderr and exit code 2."""
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        code = app(argv, standalone_mode=False)
+        code = app(arguments, standalone_mode=False, obj=shlex.join(["dspark", *arguments]))
     except DsparkError as error:
         message = str(error)
     except UsageError as error:

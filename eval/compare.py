@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dspark_runtime.errors import ConfigError
-from eval.report import num, percent, shape, table
+from eval.report import name, num, percent, table
 from eval.schema import BenchRow, Run
 
 
@@ -29,14 +29,14 @@ def beyond_spread(a: BenchRow, b: BenchRow) -> bool:
 def differences(a: Run, b: Run) -> list[str]:
     """What besides the code could explain a difference: machine, versions, prompts, seed."""
     lines = []
-    for name in ("machine", "gpu", "cpu", "cores", "driver", "torch", "cuda_graph", "prompts_sha256", "seed", "commit"):
-        left, right = getattr(a.environment, name), getattr(b.environment, name)
+    for field in ("machine", "gpu", "cpu", "cores", "driver", "torch", "cuda_graph", "prompts_sha256", "seed", "commit"):
+        left, right = getattr(a.environment, field), getattr(b.environment, field)
         if left != right:
-            lines.append(f"{name}: {left} | {right}")
-    for name in ("max_tokens", "repeats"):
-        left, right = getattr(a.config, name), getattr(b.config, name)
+            lines.append(f"{field}: {left} | {right}")
+    for field in ("max_tokens", "repeats"):
+        left, right = getattr(a.config, field), getattr(b.config, field)
         if left != right:
-            lines.append(f"{name}: {left} | {right}")
+            lines.append(f"{field}: {left} | {right}")
     return lines
 
 
@@ -46,7 +46,7 @@ def compare(a: Run, b: Run, name_a: str = "A", name_b: str = "B") -> str:
     pairs = [(r, other[key(r)]) for r in a.results if r.ran and key(r) in other]
     if not pairs:
         raise ConfigError(f"compare: {name_a} and {name_b} share no point (same target, drafter, acceptance, requests, k)")
-    header = ("acceptance", "b", "shape", "AL A", "AL B", "tok/s A", "tok/s B", "B / A", "± A", "± B", "verdict")
+    header = ("line", "b", "AL A", "AL B", "tok/s A", "tok/s B", "B / A", "± A", "± B", "verdict")
     body = []
     for x, y in pairs:
         if beyond_spread(x, y):
@@ -55,9 +55,8 @@ def compare(a: Run, b: Run, name_a: str = "A", name_b: str = "B") -> str:
             verdict = "within spread"
         body.append(
             (
-                x.acceptance,
+                name(x),
                 str(x.num_requests),
-                shape(x),
                 num(x.spec_decode_acceptance_length),
                 num(y.spec_decode_acceptance_length),
                 num(x.output_throughput, 1),

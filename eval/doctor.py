@@ -34,7 +34,7 @@ def doctor() -> str:
     else:
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
         lines.append(f"GPU           none ({why}); runs use the CPU")
-    lines.append(f"CPU kernels   {env.cpu_kernels() or 'none'}")
+    lines.append(env.cpu_kernels() or "CPU kernels: none")
     lines.append(f"operations    on {device.type}:")
     lines += [f"  {name:20s}  {module}" for name, module in ops.chosen(device.type).items()]
     lines += [f"{key:13s} {value}" for key, value in targets.cache_status().items()]

@@ -14,15 +14,20 @@ DEFAULT = Path(__file__).resolve().parent.parent / "configs" / "bench" / "defaul
 def read_recipe(path: Path) -> dict[str, object]:
     """The fields of a YAML file. Raises ConfigError with file and line."""
     try:
-        values = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        values = yaml.safe_load(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{line}: not YAML ({getattr(error, 'problem', None) or 'broken'})") from None
+        # Where the broken value starts; the field is the last one named up to there.
+        mark = getattr(error, "context_mark", None) or getattr(error, "problem_mark", None)
+        lines = text.splitlines()[: mark.line + 1] if mark is not None else []
+        fields = [line.partition(":")[0].strip() for line in lines if ":" in line]
+        where = f":{mark.line + 1}" if mark is not None else ""
+        field = f"{fields[-1]}: " if fields else ""
+        raise ConfigError(f"{path}{where}: {field}not YAML ({getattr(error, 'problem', None) or 'broken'})") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: found {type(values).__name__}, allowed: fields with values (name: value)")
     return values

@@ -44,6 +44,14 @@ def shape(row: BenchRow) -> str:
     return f"tree {row.tree}" if row.tree != "chain" else f"k={row.num_speculative_tokens}"
 
 
+def name(row: BenchRow) -> str:
+    """What a line is called: "plain", "ngram k=3", "SYNTHETIC AL 3.00 k=7"."""
+    if row.method == "plain":
+        return "plain"
+    acceptance = row.acceptance.removesuffix(" (min_variance)") if row.synthetic else row.method
+    return f"{acceptance} {shape(row)}"
+
+
 def title(run: Run) -> str:
     """The first line of every report; a synthetic run says so before anything else."""
     c, e = run.config, run.environment
@@ -53,33 +61,39 @@ def title(run: Run) -> str:
 
 def speed_table(rows: Sequence[BenchRow]) -> str:
     header = (
-        "acceptance", "b", "shape", "AL", "tok/s/user", "total tok/s", "TPOT ms", "step ms", "draft", "verify",
-        "accept", "other", "x plain", "break-even AL", "floor ms", "x floor", "± repeats", "± prompts",
+        "line", "b", "AL", "tok/s/user", "tok/s", "x plain", "break-even AL", "TPOT ms", "step ms", "± repeats", "± prompts",
     )  # fmt: skip
+    body = [
+        (
+            name(r),
+            str(r.num_requests),
+            num(r.spec_decode_acceptance_length),
+            num(r.output_throughput_per_user, 1),
+            num(r.output_throughput, 1),
+            num(r.speedup),
+            num(r.break_even_acceptance_length),
+            num(r.tpot_ms),
+            num(r.step_ms.total),
+            percent(r.spread.repeats),
+            percent(r.spread.prompts),
+        )
+        if r.ran
+        else (name(r), str(r.num_requests), "not run", *[""] * (len(header) - 3))
+        for r in rows
+    ]
+    return table(header, body)
+
+
+def step_table(rows: Sequence[BenchRow]) -> str:
+    """Where a step's milliseconds go, and how far it is from the floor."""
+    header = ("line", "b", "step ms", "draft", "verify", "accept", "other", "floor ms", "x floor", "prefill ms")
     body = []
     for r in rows:
-        if not r.ran:
-            body.append((r.acceptance, str(r.num_requests), shape(r), "not run", *[""] * (len(header) - 4)))
-            continue
-        s = r.step_ms
-        body.append(
-            (
-                r.acceptance,
-                str(r.num_requests),
-                shape(r),
-                num(r.spec_decode_acceptance_length),
-                num(r.output_throughput_per_user, 1),
-                num(r.output_throughput, 1),
-                num(r.tpot_ms),
-                *(num(x) for x in (s.total, s.draft, s.verify, s.accept, s.other)),
-                num(r.speedup),
-                num(r.break_even_acceptance_length),
-                num(r.floor_ms),
-                num(r.time_over_floor, 1),
-                percent(r.spread.repeats),
-                percent(r.spread.prompts),
-            )
-        )
+        if r.ran:
+            s = r.step_ms
+            parts = (s.total, s.draft, s.verify, s.accept, s.other, r.floor_ms)
+            cells = (*map(num, parts), num(r.time_over_floor, 1), num(r.prefill_ms, 1))
+            body.append((name(r), str(r.num_requests), *cells))
     return table(header, body)
 
 
@@ -87,9 +101,8 @@ def acceptance_table(rows: Sequence[BenchRow]) -> str:
     """Where the drafts of each line were accepted; empty without a speculative line."""
     body = [
         (
-            r.acceptance,
+            name(r),
             str(r.num_requests),
-            shape(r),
             num(r.spec_decode_acceptance_length),
             num(r.spec_decode_acceptance_length_per_request),
             num(r.accepted_per_step),
@@ -105,8 +118,8 @@ def acceptance_table(rows: Sequence[BenchRow]) -> str:
     if not body:
         return ""
     header = (
-        "acceptance", "b", "shape", "AL pooled", "AL per request", "accepted/step", "proposed/step", "draft rate",
-        "rate by position", "conditional rate", "steps that emitted 1 2 3 ...",
+        "line", "b", "AL pooled", "AL by request", "accepted", "proposed", "draft rate", "rate by position",
+        "conditional rate", "emitted 1 2 3 ...",
     )  # fmt: skip
     return table(header, body)
 
@@ -118,7 +131,7 @@ def notes(run: Run) -> list[str]:
         for r in run.results:
             text = getattr(r, kind)
             if text:
-                lines.append(f"{kind.upper()}: {r.acceptance}, b={r.num_requests}, {shape(r)}: {text}")
+                lines.append(f"{kind.upper() if r.ran else 'NOT RUN'}: {name(r)}, b={r.num_requests}: {text}")
     return lines
 
 
@@ -131,8 +144,11 @@ def markdown(run: Run) -> str:
         f"b: requests at once; every request gives {c.max_tokens} tokens, end of sequence ignored; {context_of(run)}; "
         f"temperature {c.temperature:g}; median of {c.repeats} repeats after {c.warmup} warm-up, seed {c.seed}.",
         "AL: tokens emitted per request and verify step, bonus token included. Step: median over steps with all b requests.",
+        *laws(run),
         "",
         speed_table(run.results),
+        "",
+        step_table(run.results),
         "",
     ]
     details = acceptance_table(run.results)
@@ -147,10 +163,16 @@ def markdown(run: Run) -> str:
     graphs = "on" if e.cuda_graph else "off"
     parts += [
         f"machine: {e.machine}, {e.cpu}, {e.cores} cores, {e.gpu or 'no GPU'}; torch {e.torch}; "
-        f"commit {e.commit or 'unknown'}{dirty}; CUDA graphs {graphs}; CPU kernels: {e.cpu_kernels or 'none'}",
+        f"commit {e.commit or 'unknown'}{dirty}; CUDA graphs {graphs}; {e.cpu_kernels or 'no CPU kernels'}",
         "config: " + json.dumps(c.model_dump(exclude_defaults=True)),
     ]
     return "\n".join(parts) + "\n"
+
+
+def laws(run: Run) -> list[str]:
+    """The synthetic laws of a run, in full."""
+    found = dict.fromkeys(r.acceptance for r in run.results if r.synthetic and r.ran)
+    return [f"synthetic laws: {', '.join(found)}; only the number of accepted drafts is forced."] if found else []
 
 
 def context_of(run: Run) -> str:
@@ -225,7 +247,7 @@ def plot(run: Run, path: Path) -> None:
         def x_of(r: BenchRow) -> float:
             return r.spec_decode_acceptance_length if over_al else r.num_speculative_tokens
 
-        points = sorted([plain[b], *points] if b in plain else points, key=x_of)
+        points = sorted([plain[b], *points] if b in plain and not over_al else points, key=x_of)
         y = [r.output_throughput_per_user for r in points]
         error = [r.output_throughput_per_user * r.spread.repeats for r in points]
         axes.errorbar(
@@ -233,11 +255,14 @@ def plot(run: Run, path: Path) -> None:
             linestyle=dashes[label], marker=marks[label], markersize=4, capsize=2,
         )  # fmt: skip
     for b, r in plain.items():
-        axes.axhline(r.output_throughput_per_user, color=colours[b], linewidth=0.8, alpha=0.4)
+        label = f"plain, b={b}" if lines else None
+        axes.axhline(r.output_throughput_per_user, color=colours[b], linewidth=0.8, alpha=0.5, label=label)
     if not lines:
         axes.bar([f"b={b}" for b in plain], [r.output_throughput_per_user for r in plain.values()], color="C0")
     axes.set_xlabel("" if not lines else "AL (bonus token included)" if over_al else "drafted tokens k (0: plain)")
     axes.set_ylabel("tokens/s/user")
+    if lines and not over_al:
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylim(bottom=0)
     axes.set_title(plot_title(run), fontsize=10)
     if lines:
@@ -273,8 +298,7 @@ def results_table(folder: Path = RESULTS) -> str:
                     (
                         where,
                         f"{r.target} {r.dtype}",
-                        "plain" if r.method == "plain" else f"{r.method}, {shape(r)}",
-                        "" if r.method == "plain" else r.acceptance,
+                        name(r),
                         str(r.num_requests),
                         num(r.spec_decode_acceptance_length),
                         num(r.output_throughput_per_user, 1),
@@ -287,7 +311,7 @@ def results_table(folder: Path = RESULTS) -> str:
                     )
                 )
     header = (
-        "machine", "target", "method", "acceptance", "b", "AL", "tok/s/user", "total tok/s", "step ms", "x floor",
+        "machine", "target", "line", "b", "AL", "tok/s/user", "total tok/s", "step ms", "x floor",
         "x plain", "±", "file",
     )  # fmt: skip
     return table(header, body) if body else "No results recorded yet."

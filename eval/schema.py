@@ -99,6 +99,13 @@ class BenchConfig(Strict):
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
 
+    @field_validator("drafter")
+    @classmethod
+    def _drafter(cls, value: str) -> str:
+        if value not in ("none", "ngram") and not (value.startswith("draft:") and len(value) > 6):
+            raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self")
+        return value
+
     @field_validator("num_speculative_tokens")
     @classmethod
     def _k_range(cls, value: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ def environment(**changes: object) -> Environment:
 
 def row(k: int, rate: float, acceptance: str = "real", b: int = 1, **changes: object) -> BenchRow:
     values = dict(
-        target="tiny", drafter="ngram", method="ngram" if k else "plain", acceptance=acceptance if k else "plain",
+        target="tiny", drafter="ngram", method="ngram" if k else "plain", acceptance=acceptance if k else "real",
         synthetic=acceptance.startswith("SYNTHETIC") and k > 0, num_requests=b, num_speculative_tokens=k, tree="chain",
         dtype="float32", max_tokens=8, spec_decode_acceptance_length=1.5, spec_decode_acceptance_length_per_request=1.4,
         spec_decode_per_position_acceptance_rates=[0.5] + [0.0] * (k - 1) if k else [],

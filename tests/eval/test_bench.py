@@ -168,7 +168,7 @@ def point(k: int, al: float | None = None) -> Point:
 
 def test_speedup_break_even_and_floor() -> None:
     plain = row(0, 100.0, step_ms=dict(draft=0, verify=7, accept=0, other=1, total=8.0))
-    line = finish_row(row(3, 150.0), point(3), plain, floor=4.0)
+    line = finish_row(row(3, 150.0), point(3), plain, floor_ms=4.0)
     assert line.speedup == 1.5 and line.break_even_acceptance_length == 10.0 / 8.0 and line.time_over_floor == 2.5
     assert line.error is None and line.warning is None
 

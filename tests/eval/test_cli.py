@@ -1,0 +1,287 @@
+"""The command line from outside: what it imports, how it fails, what it prints. The target is scripted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import eval.bench
+import eval.check
+import eval.floor
+import eval.generate
+from dspark_runtime.models.scripted import ScriptedModel
+from eval.cli import main
+from eval.floor import Ceilings
+from eval.schema import load_run
+
+ROOT = Path(__file__).resolve().parents[2]
+V = 64
+
+
+class Characters:
+    """A tokenizer: id i is character 64 + i; no chat template."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) % V for c in text[:24]]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(64 + i) for i in ids)
+
+
+def logits(prefix: tuple[int, ...]) -> list[float]:
+    """The stream counts in steps of 5 modulo 20, so an n-gram drafter is right once it has seen a round."""
+    row = [0.0] * V
+    row[(prefix[-1] + 5) % 20] = 10.0
+    return row
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load(name: str, config: object) -> SimpleNamespace:
+        return SimpleNamespace(model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted")
+
+    for module in (eval.bench, eval.check, eval.generate):
+        monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(eval.floor, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "fixed by the test"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+
+
+def dspark(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    return ended.value.code
+
+
+# -------------------------------------------------------------------------------------------------- start and errors
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], *([c, "--help"] for c in ("bench", "compare", "generate", "check", "doctor", "config"))]
+)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    assert not heavy_modules(arguments)
+
+
+def test_config_checks_import_nothing_heavy() -> None:
+    assert not heavy_modules(["config", str(ROOT / "configs/bench/default.yaml")])
+    assert not heavy_modules(["bench", "--config", "missing.yaml"], code=2)
+    assert not heavy_modules(["bench", "-b", "many"], code=2)
+
+
+def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
+    script = (
+        "import sys\nfrom eval.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
+        "print('\\nMODULES', code, *({'torch', 'cutlass', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT, check=True)
+    _, found, *modules = done.stdout.splitlines()[-1].split()
+    assert int(found) == code
+    return modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["bench", "-b", "many"], "num_requests: found 'many'"),
+        (["bench", "--repeats", "0"], "repeats: found 0"),
+        (["bench", "--repeats", "x"], "--repeats"),
+        (["bench", "--nonsense"], "--nonsense"),
+        (["bench", "-o", "xml"], "output: found 'xml', allowed: md, csv, json, jsonl"),
+        (["bench", "--plot", "x.pdf"], "plot: found 'x.pdf'"),
+        (["bench", "--json", "no/folder/x.json"], "json: folder no/folder does not exist"),
+        (["bench", "--al", "0.5"], "acceptance_length: found 0.5"),
+        (["bench", "--al", "9", "-k", "0-7"], "acceptance_length: found 9, allowed: 1 to 8"),
+        (["bench", "--al", "2", "-k", "0"], "num_speculative_tokens: found 0 with a synthetic acceptance"),
+        (["bench", "--drafter", "magic"], "drafter: found 'magic', allowed: none, ngram, draft:NAME"),
+        (["bench", "--prompts", "missing.jsonl"], "prompts: missing.jsonl: No such file"),
+        (["bench", "--context", "510"], "context_len: prompts of up to 510 tokens"),
+        (["bench", "--rejection-sample-method", "magic"], "rejection_sample_method"),
+        (["bench", "--rates", "0.9,0.5", "--trace", "t.json"], "synthetic_acceptance_trace: found together with"),
+        (["bench", "--config", "broken.yaml"], "broken.yaml:3: num_requests: not YAML"),
+        (["bench", "--config", "unknown.yaml"], "unknown.yaml: reqests: unknown field"),
+        (["config", "unknown.yaml"], "unknown.yaml: reqests: unknown field"),
+        (["compare", "missing.json", "missing.json"], "missing.json: No such file"),
+        (["generate", "hello", "--temperature", "-1"], "temperature: found -1.0"),
+        (["magic"], "magic"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_field(
+    arguments: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("broken.yaml").write_text("target: x\nnum_requests: [1,\n")
+    Path("unknown.yaml").write_text("reqests: 3\n")
+    assert dspark(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert field in err and err.count("\n") == 1 and not out
+
+
+# -------------------------------------------------------------------------------------------------------------- bench
+
+
+FEW = ["--repeats", "2", "--tokens", "12", "--quiet"]
+
+
+def test_bench_prints_a_table_and_writes_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("bench", "-k", "0-2", "-b", "1,3", "--al", "real,2", *FEW, "--json", "run.json") == 0
+    text = capsys.readouterr().out
+    run = load_run(Path("run.json"))
+    assert text.startswith("SYNTHETIC") and "fixed by the test" in text and run.environment.prompts == "mixed.jsonl"
+    assert run.command.startswith("dspark bench -k 0-2 -b 1,3 --al real,2 ")
+    lines = [(r.num_requests, r.num_speculative_tokens, r.synthetic) for r in run.results]
+    assert lines == [(b, k, s) for b in (1, 3) for k, s in [(0, False), (1, False), (2, False), (1, True), (2, True)]]
+    for r in run.results:
+        assert r.ran and r.error is None and r.repeats == 2
+        assert r.spec_decode_acceptance_length == pytest.approx(1 + sum(r.spec_decode_per_position_acceptance_rates))
+        assert r.step_ms.total == pytest.approx(r.chunk_gap_ms) and r.tpot_ms * r.output_throughput_per_user == pytest.approx(1e3)
+        if r.synthetic:
+            assert r.acceptance == "SYNTHETIC AL 2.00 (min_variance)" and r.spec_decode_acceptance_length == 2.0
+            assert r.draft_acceptance_rate == pytest.approx(1 / r.num_speculative_tokens)
+        assert (r.speedup == 1.0 and r.spec_decode_acceptance_length == 1.0) == (r.num_speculative_tokens == 0)
+    # Twelve tokens, one a step; 3 requests: every step of the plain line runs all of them.
+    assert run.results[0].emitted_histogram == [24] and run.results[5].emitted_histogram == [72]
+
+
+def test_the_drafters_own_acceptance_is_measured_without_bias(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last step of a request counts in full, although it passes --tokens: with the target as its own draft model
+    every step emits k + 1 tokens."""
+    assert dspark("bench", "--drafter", "draft:self", "-k", "4", *FEW, "-o", "json") == 0
+    row = json.loads(capsys.readouterr().out)["results"][1]
+    assert row["spec_decode_acceptance_length"] == 5.0 and row["emitted_histogram"] == [0, 0, 0, 0, 6]
+
+
+def test_a_sweep_names_the_points_it_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("bench", "-k", "1,3", "--al", "3.5", *FEW, "-o", "jsonl") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [r["error"] for r in rows] == [None, "AL 3.5 needs k >= 3", None]
+    assert all(r["environment"]["torch"] for r in rows)
+
+
+def test_a_length_that_is_not_realised_is_an_error_and_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A defect that loses the law: the engine runs on the drafter's own acceptance while the row says SYNTHETIC."""
+    from dspark_runtime.engine import Engine
+
+    configure = Engine.configure
+    monkeypatch.setattr(Engine, "configure", lambda self, spec, law, method: configure(self, spec, None, method))
+    assert dspark("bench", "-k", "3", "--al", "4", *FEW) == 1
+    out, err = capsys.readouterr()
+    assert "ERROR: SYNTHETIC AL 4.00 k=3, b=1: asked for AL 4.00, realised 1." in out and "ERROR" in err
+
+
+def test_a_drafter_that_proposes_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one.jsonl").write_text('{"turns": ["x"]}\n')  # one token, then no n-gram repeats within five
+    assert dspark("bench", "-k", "3", "--prompts", "one.jsonl", "--repeats", "2", "--tokens", "3") == 0
+    assert "WARNING: ngram k=3, b=1: drafter proposed nothing" in capsys.readouterr().out
+
+
+def test_random_contexts_are_said_to_be_random(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("bench", "--context", "40", "-k", "2", "--al", "2", *FEW) == 0
+    assert "prompts of 40 RANDOM token ids" in capsys.readouterr().out
+
+
+def test_flags_override_the_recipe_and_the_result_is_echoed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("recipe.yaml").write_text("num_speculative_tokens: 1\nacceptance_length: 2\nmax_tokens: 10\nrepeats: 2\n")
+    assert dspark("bench", "--config", "recipe.yaml", "--rates", "0.5,0.25", "-k", "2", "-o", "json") == 0
+    run = json.loads(capsys.readouterr().out)
+    config = run["config"]
+    assert config["num_speculative_tokens"] == [2] and config["max_tokens"] == 10
+    assert config["acceptance_length"] == [] and config["synthetic_acceptance_rates"] == [0.5, 0.25]
+    assert run["results"][1]["requested_acceptance_length"] == 1.75
+
+
+def test_prompts_differ_between_repeats_and_agree_between_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, tuple[tuple[int, ...], ...]]] = []
+    run_once = eval.bench.run_once
+
+    def spy(engine: object, point: object, prompts: list[list[int]], config: object, repeat: int) -> object:
+        seen.append((repeat, point.spec.num_drafts, tuple(map(tuple, prompts))))
+        return run_once(engine, point, prompts, config, repeat)
+
+    monkeypatch.setattr(eval.bench, "run_once", spy)
+    assert dspark("bench", "-k", "2", "-b", "2", *FEW, "-o", "json") == 0
+    by_repeat = {repeat: {p for r, _, p in seen if r == repeat} for repeat, _, _ in seen}
+    assert [len(v) for v in by_repeat.values()] == [1, 1, 1]  # warm-up and two repeats, the same for k = 0 and k = 2
+    flat = [prompt for (prompts,) in by_repeat.values() for prompt in prompts]
+    assert len(set(flat)) == len(flat) == 6
+    assert [k for _, k, _ in seen] == [0, 2] * 3  # every repeat visits every point
+
+
+# -------------------------------------------------------------------------------------------- generate, check, doctor
+
+
+def test_generate_streams_and_ends_with_length_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("generate", "@E", "-k", "3", "--max-tokens", "9", "--drafter", "draft:self") == 0
+    text, closing = capsys.readouterr().out.splitlines()
+    assert text == "JO@EJO@EJ" and re.fullmatch(r"AL 3\.00 · \d+\.\d tok/s", closing)
+
+
+def test_check_passes_a_sound_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("check", "--drafter", "draft:self", "--expect-al", "5", "--tolerance", "0.7") == 0
+    out = capsys.readouterr().out
+    assert "FAIL" not in out and "chain of 4: 8 of 8 outputs equal plain decoding" in out
+    assert re.search(r"target as its own drafter: (\d+) of \1 drafts accepted", out)
+    assert "15, 16, 17, 31, 32, 33, 39, 40, 41" in out
+
+
+def test_check_fails_what_is_expected_and_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("check", "--drafter", "draft:self", "--expect-al", "3") == 1
+    assert "expected 3 ± 0.1" in capsys.readouterr().out
+
+
+def test_check_names_a_dead_drafter(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from drafters.scripted import ScriptedDrafter
+
+    wrong = ScriptedDrafter(lambda prefix, count: [(prefix[-1] + 6) % 20] * count)
+    monkeypatch.setattr(eval.check, "make_drafter", lambda *_: wrong)
+    assert dspark("check") == 1
+    assert "DEAD DRAFTER: almost nothing is accepted" in capsys.readouterr().out
+    assert dspark("check", "--min-al", "1") == 0
+    silent = ScriptedDrafter(lambda prefix, count: [])
+    monkeypatch.setattr(eval.check, "make_drafter", lambda *_: silent)
+    assert dspark("check", "--min-al", "1") == 1
+    assert "proposed nothing" in capsys.readouterr().out
+
+
+def test_doctor_names_machine_versions_and_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("doctor") == 0
+    out = capsys.readouterr().out
+    import torch
+
+    for fact in (torch.__version__, "GPU", "paged_tree_attention", "verify_kernels."):
+        assert fact in out
+
+
+def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted((ROOT / "configs" / "bench").glob("*.yaml")):
+        assert dspark("config", str(path)) == 0
+        assert "bench recipe" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------------------------- docs
+
+
+def documented() -> list[list[str]]:
+    text = (ROOT / "docs" / "measure.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
+    return [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("dspark ")]
+
+
+def test_every_command_of_the_job_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = documented()
+    assert len(commands) >= 8
+    for _, *arguments in commands:
+        short = ["--tokens", "8", "--repeats", "2"] if arguments[0] == "bench" else []
+        assert dspark(*arguments, *short) == 0, arguments
+        assert capsys.readouterr().out
+    assert Path("al.svg").exists()
