@@ -1,12 +1,12 @@
 """Acceptance rules: which drafts of a verified tree are kept, and which token follows them.
 
-Every rule here emits tokens with exactly the target's distribution. All are tensor functions over padded trees; they loop
-over the host-known depth or width only, so they run inside a CUDA graph.
+Every rule here emits tokens with exactly the target's distribution. All are tensor functions over padded trees; they
+loop over the host-known depth or width only, so they run inside a CUDA graph.
 
-Common arguments: `probs` [N, V] float32 is the target's distribution of each verified node (`sampling.target_probs`), with
-node (r, j) in row rows[r, j]; rows [R, n] int64 may hold any index below N for padding nodes. seeds and counters [R]
-int64 key the random draws: counters is the request's number of emitted tokens at the start of the step. A token that is
-drawn, rather than drafted, uses the TARGET stream at its own output index, as plain decoding does.
+Common arguments: `probs` [N, V] float32 is the target's distribution of each verified node (`sampling.target_probs`),
+with node (r, j) in row rows[r, j]; rows [R, n] int64 may hold any index below N for padding nodes. seeds and counters
+[R] int64 key the random draws: counters is the request's number of emitted tokens at the start of the step. A token
+that is drawn, rather than drafted, uses the TARGET stream at its own output index, as plain decoding does.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Accep
     token = next_token(node, 0)
     path, tokens = [node], [token]
     for depth in range(1, tree.depth + 1):
-        # The first matching child; 0, which is nobody's child, if there is none. No token is -1, so padding never matches.
+        # The first matching child, or 0, which is nobody's child. No token is -1, so padding never matches.
         child = ((tree.parents == node[:, None]) & (tree.tokens == token[:, None])).int().argmax(1)
         alive = alive & (child > 0)
         node = torch.where(alive, child, node)
@@ -72,7 +72,7 @@ def _walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Accep
 
 
 def greedy(tree: DraftTree, target_ids: Tensor) -> Accepted:
-    """Keep drafts for as long as they equal the target's choice. target_ids [R, n] int64: the choice after each node."""
+    """Keep drafts while they equal the target's choice. target_ids [R, n] int64: the choice after each node."""
     width = tree.depth + 1
     if not tree.is_chain or tree.width < width:
         return _walk(tree, lambda node, depth: target_ids.gather(1, node[:, None]).squeeze(1))
@@ -82,10 +82,10 @@ def greedy(tree: DraftTree, target_ids: Tensor) -> Accepted:
 
 
 def node_sampling(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, counters: Tensor) -> Accepted:
-    """Draw from the target at each node and follow the draw while a child carries it (drafters fact sheet §4.3, rule N).
+    """Draw from the target at each node and follow the draw while a child carries it (fact sheet §4.3, rule N).
 
-    Lossless for any tree that was chosen without looking at the target's randomness, and coupled: the emitted tokens are
-    those of plain sampling with the same seed.
+    Lossless for any tree that was chosen without looking at the target's randomness, and coupled: the emitted tokens
+    are those of plain sampling with the same seed.
     """
     if tree.is_chain and tree.width > tree.depth:
         u = rng.uniform(seeds[:, None], counters[:, None] + torch.arange(tree.width, device=rows.device), rng.TARGET)
@@ -105,8 +105,9 @@ def _drafted(tree: DraftTree, probs: Tensor, rows: Tensor) -> tuple[Tensor, Tens
     real = (drafts >= 0).cumprod(1).bool()
     ids = drafts.clamp(min=0)
     p = probs[rows[:, :depth], ids].double()
-    q = torch.ones_like(p) if tree.probs is None else tree.probs[:, :depth].gather(2, ids[..., None]).squeeze(2).double()
-    return real, p, q
+    if tree.probs is None:
+        return real, p, torch.ones_like(p)
+    return real, p, tree.probs[:, :depth].gather(2, ids[..., None]).squeeze(2).double()
 
 
 def _end_chain(
@@ -145,8 +146,8 @@ def block_stops(tree: DraftTree, probs: Tensor, rows: Tensor) -> tuple[Tensor, T
     """Block verification's weights w and acceptance probabilities h of each prefix length, both [R, depth + 1] float64.
 
     w_0 = 1, w_i = min(1, w_{i-1} p(x_i) / q(x_i)). With m_i = sum over x of max(w_i p(x) - q(x), 0) at node i,
-    h_i = m_i / (m_i + 1 - w_i) before the end of the block and h_i = w_i at its end, which is the request's own number of
-    drafts. h_0 = 1; h is 0 beyond the block. Where m_i = 1 - w_i = 0 the draft law equals the target's: no stop is needed.
+    h_i = m_i / (m_i + 1 - w_i) before the end of the block and h_i = w_i at its end, which is the request's own number
+    of drafts. h_0 = 1; h is 0 beyond the block. Where m_i = 1 - w_i = 0, draft and target agree: no stop is needed.
     """
     real, p, q = _drafted(tree, probs, rows)
     w = [torch.ones_like(counts := real.sum(1), dtype=torch.float64)]

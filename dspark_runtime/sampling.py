@@ -1,7 +1,7 @@
 """Sampling parameters of a request, and the target's distribution under them.
 
-Names, defaults and the order of the logits processors are vLLM's. Every processor sees each node of a draft tree as plain
-decoding would see it: after all committed tokens and the drafts on the node's own path.
+Names, defaults and the order of the logits processors are vLLM's. Every processor sees each node of a draft tree as
+plain decoding would see it: after all committed tokens and the drafts on the node's own path.
 torch is imported where it is used: reading and checking parameters must not wait for it.
 """
 
@@ -42,8 +42,8 @@ def _is_number(x: Any, low: float, high: float) -> bool:
 class SamplingParams:
     """How one request samples and when it ends.
 
-    temperature 0 is greedy; unset is 1. top_k 0 or -1 is off. min_tokens keeps stop ids away until that many tokens were
-    emitted. logprobs: None gives none, n the chosen token's and the n best. seed None: the engine picks one.
+    temperature 0 is greedy; unset is 1. top_k 0 or -1 is off. min_tokens keeps stop ids away until that many tokens
+    were emitted. logprobs: None gives none, n the chosen token's and the n best. seed None: the engine picks one.
     Raises RequestError for a value outside its range; `validate` checks ids against a vocabulary.
     """
 
@@ -81,8 +81,8 @@ class SamplingParams:
             _check(_is_int(token) and token >= 0, "logit_bias", token, "token ids >= 0")
             _check(_is_number(bias, -100, 100), f"logit_bias[{token}]", bias, "a number in [-100, 100]")
         _check(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer >= 1")
-        allowed = f"an integer from 0 to max_tokens ({self.max_tokens})"
-        _check(_is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, allowed)
+        n, allowed = self.min_tokens, f"an integer from 0 to max_tokens ({self.max_tokens})"
+        _check(_is_int(n) and 0 <= n <= self.max_tokens, "min_tokens", n, allowed)
         for text in stop:
             _check(isinstance(text, str) and text != "", "stop", text, "strings that are not empty")
         for token in self.stop_token_ids:
@@ -140,7 +140,6 @@ class SamplingState:
     any_min_p: bool
     any_top_p: bool
     max_top_k: int
-    top_p_within_top_k: bool
 
     @property
     def any_filter(self) -> bool:
@@ -197,7 +196,6 @@ class SamplingState:
             any_min_p=any(x > 0 for x in min_p),
             any_top_p=any(x < 1 for x in top_p),
             max_top_k=max(top_k, default=0),
-            top_p_within_top_k=all(p == 1 or k > 0 for p, k in zip(top_p, top_k)),
         )
 
 
@@ -208,9 +206,9 @@ def target_probs(
 
     logits [N, V] float32 (left as they are); node (r, j) owns row rows[r, j], rows [R, n] int64 (anything for padding
     nodes). Order: min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count every committed
-    token and the drafts from below the root to the node itself. At temperature 0 a row is exactly one-hot at the arg-max
-    (ties: lowest id). top_k and top_p keep every token that ties with the last one kept, so their choice depends on no
-    sorting order.
+    token and the drafts from below the root to the node itself. At temperature 0 a row is exactly one-hot at the
+    arg-max (ties: lowest id). top_k and top_p keep every token that ties with the last one kept, so their choice
+    depends on no sorting order.
     """
     import torch
 
@@ -245,19 +243,32 @@ def target_probs(
         scaled = scaled.masked_fill((k > 0) & (scaled < kth), -torch.inf)
     probs = scaled.softmax(1)
     if state.any_top_p:
-        # Keep x if the tokens likelier than x have less than top_p together. Tokens outside top_k have probability 0.
-        size = state.max_top_k if state.top_p_within_top_k else vocab
-        largest = probs.topk(size, dim=1).values if size < vocab else probs.sort(dim=1, descending=True).values
-        before = largest.double().cumsum(1) - largest
         limit = state.top_p[owner][:, None]
-        # The first one always stays, also where top_p is below any float step.
-        last = ((before < limit).sum(1, keepdim=True) - 1).clamp(min=0)
-        probs = torch.where((limit >= 1) | (probs >= largest.gather(1, last)), probs, 0.0)
+        probs = torch.where((limit >= 1) | (probs >= _top_p_floor(probs, limit)), probs, 0.0)
         probs = probs / probs.sum(1, keepdim=True)
     if state.any_greedy:
         one_hot = torch.zeros_like(probs).scatter(1, logits.argmax(1, keepdim=True), 1.0)
         probs = torch.where(temperature == 0, one_hot, probs)
     return probs
+
+
+def _top_p_floor(probs: Tensor, limit: Tensor) -> Tensor:
+    """The least kept probability of each row, [N, 1]: x stays if all tokens likelier than x have less than `limit`.
+
+    A bisection over the bit patterns of [0, 1], which order non-negative floats: exact, and far cheaper than sorting a
+    vocabulary on a CPU.
+    """
+    import torch
+
+    low = torch.zeros_like(limit, dtype=torch.int32)
+    high = torch.full_like(low, 0x3F800000)  # 1.0
+    above = torch.empty_like(probs)
+    for _ in range(30):
+        middle = (low + high) // 2
+        torch.gt(probs, middle.view(torch.float32), out=above)
+        enough = above.mul_(probs).sum(1, keepdim=True, dtype=torch.float64) < limit
+        low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
+    return high.view(torch.float32)
 
 
 def _penalise(
@@ -278,8 +289,9 @@ def _penalise(
     output = empty.scatter_add(1, ids, (committed & ~in_prompt).float())
     prompt = empty.scatter_add(1, ids, (committed & in_prompt).float())
 
-    on_path = tree.ancestors()[owner, node] & (tree.tokens[owner] >= 0)
-    on_path[:, 0] = False  # the root is committed, so it is counted above
+    # Only the drafts: the root is committed, so it is counted above.
+    drafted = (tree.tokens >= 0) & (torch.arange(n, device=logits.device) > 0)
+    on_path = tree.ancestors()[owner, node] & drafted[owner]
     output = output[owner].scatter_add(1, tree.tokens[owner].clamp(min=0), on_path.float())
 
     repetition = torch.where((output > 0) | (prompt[owner] > 0), state.repetition[owner][:, None], 1.0)

@@ -121,7 +121,7 @@ def _rates_of_length(length: float, depth: int, law: str) -> tuple[float, ...]:
 
 def _checked_rates(rates: Sequence[float], depth: int) -> tuple[float, ...]:
     if len(rates) != depth:
-        raise ConfigError(f"synthetic_acceptance_rates: found {len(rates)} values, allowed: {depth}, one per draft depth")
+        raise ConfigError(f"synthetic_acceptance_rates: found {len(rates)} values, allowed: {depth}, one per depth")
     for i, rate in enumerate(rates):
         if not 0 <= rate <= 1:
             raise ConfigError(f"synthetic_acceptance_rates[{i}]: found {rate}, allowed: 0 to 1")
@@ -155,7 +155,8 @@ def _read_trace(path: Path, depth: int) -> tuple[int, ...]:
     for i, step in enumerate(steps):
         if type(step) is not int or not bonus <= step <= depth + bonus:
             raise ConfigError(
-                f"synthetic_acceptance_trace: {keys[0]}[{i}]: found {step!r}, allowed: integers {bonus} to {depth + bonus}"
+                f"synthetic_acceptance_trace: {keys[0]}[{i}]: found {step!r}, "
+                f"allowed: integers {bonus} to {depth + bonus}"
             )
     return tuple(step - bonus for step in steps)
 
@@ -165,8 +166,8 @@ def accepted_drafts(law: SyntheticLaw, seeds: Tensor, steps: Tensor) -> Tensor:
 
     One uniform u per request and step: the number of i with u < survival_i has the law of drawing the conditional rates
     survival_i / survival_{i-1} one after another. Under min_variance u is a golden-ratio sequence with a seeded start
-    instead of independent draws, so that the mean over N steps is off by O(log N / N) and not O(1 / sqrt(N)). A trace is
-    replayed from a seeded offset.
+    instead of independent draws, so that the mean over N steps is off by O(log N / N) and not O(1 / sqrt(N)). A trace
+    is replayed from a seeded offset.
     """
     start = rng.uniform(seeds, torch.zeros_like(seeds), rng.SYNTHETIC)
     if law.trace is not None:
@@ -179,8 +180,8 @@ def accepted_drafts(law: SyntheticLaw, seeds: Tensor, steps: Tensor) -> Tensor:
 def accept(tree: DraftTree, target_ids: Tensor, law: SyntheticLaw, seeds: Tensor, steps: Tensor) -> Accepted:
     """Keep as many drafts as the law says, or as many as the request's tree has; then the target's token.
 
-    target_ids [R, n] int64: the target's token after each node. seeds, steps [R] int64: see `accepted_drafts`. In a tree,
-    each accepted child is drawn by rank among those that can still reach the depth.
+    target_ids [R, n] int64: the target's token after each node. seeds, steps [R] int64: see `accepted_drafts`. In a
+    tree, each accepted child is drawn by rank among those that can still reach the depth.
     """
     wanted = accepted_drafts(law, seeds, steps)
     if tree.is_chain and tree.width > tree.depth:
@@ -197,7 +198,8 @@ def _walk_to(
     """A path of `wanted` drafts, or to the deepest node: path [R, depth + 1], drafts on it [R], last node [R]."""
     n = tree.width
     nodes = torch.arange(n, device=wanted.device)
-    reach = (tree.ancestors() * tree.depths()[:, :, None]).amax(1)  # deepest descendant of each node
+    depths = torch.where(tree.tokens >= 0, tree.depths(), 0)
+    reach = (tree.ancestors() * depths[:, :, None]).amax(1)  # deepest descendant of each node
     wanted = wanted.minimum(reach[:, 0])
     weights = None
     if law.rank_frequencies is not None:

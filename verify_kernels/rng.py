@@ -31,8 +31,8 @@ def uniform(seeds: Tensor, counters: Tensor, stream: int, index: Tensor | int = 
     """Uniform float64 draws in [0, 1).
 
     seeds and counters int64, broadcast together with index (an int or an int64 tensor). `counters` is the number of
-    tokens the request had emitted when the step began (or the output index that is being drawn); `index` tells the draws
-    of one step apart.
+    tokens the request had emitted when the step began (or the output index that is being drawn); `index` tells the
+    draws of one step apart.
     """
     key = _mix(_mix(seeds + _GAMMA) + counters * _GAMMA + (stream + 1))
     step = (index + 1) * _M2

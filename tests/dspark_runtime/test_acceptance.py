@@ -209,7 +209,8 @@ def total_variation(a, b) -> float:
 @pytest.mark.parametrize("sampled", [True, False])
 def test_standard_is_exact(monkeypatch, seed, sampled):
     p, q = tables(3, 4, seed), tables(3, 4, 100 + seed)
-    law = enumerated_law(monkeypatch, acceptance.chain_rejection, CHAIN, p, q if sampled else None, {0: 12, 1: 12, 2: 12})
+    grids = {0: 12, 1: 12, 2: 12}
+    law = enumerated_law(monkeypatch, acceptance.chain_rejection, CHAIN, p, q if sampled else None, grids)
     assert total_variation(law, joint(p)) < 1e-6
 
 
@@ -237,7 +238,8 @@ def test_the_enumeration_fails_a_rule_that_keeps_the_rejected_token(monkeypatch)
     def unmasked(tree, probs, rows, seeds, counters):  # users' report: resample from p itself after a rejection
         fake = acceptance.rng
         ids = tree.tokens[:, 1:]
-        kept = (fake.uniform(seeds[:, None], 0, rng.ACCEPT, torch.arange(3)) < probs[rows[:, :3], ids]).cumprod(1).sum(1)
+        u = fake.uniform(seeds[:, None], 0, rng.ACCEPT, torch.arange(3))
+        kept = (u < probs[rows[:, :3], ids]).cumprod(1).sum(1)
         token = fake.sample(probs[rows.gather(1, kept[:, None]).squeeze(1)], seeds)
         return acceptance.emit(tree, acceptance.chain_path(tree, kept), kept, token)
 
@@ -263,7 +265,7 @@ def test_node_sampling_is_exact(monkeypatch, spec, seed):
 
 
 def block_enumerated(p, q, cut: int):
-    """Exact law and mean accepted drafts of block verification on blocks of `cut` drafts, from the code's own h and w."""
+    """Exact law and mean accepted drafts of block verification with `cut` drafts, from the code's own h and w."""
     vocab = p[0].shape[1]
     drafts = torch.tensor(list(itertools.product(range(vocab), repeat=cut)), dtype=torch.int64)
     code, possible = torch.zeros(len(drafts), dtype=torch.int64), torch.ones(len(drafts), dtype=torch.bool)
@@ -563,7 +565,10 @@ def test_padding_is_never_accepted_nor_used_as_an_index(name, cut_parents):
     if name == "tree":
         tree.probs = torch.nn.functional.one_hot(torch.tensor([[1, 0, 0, 0]]), 3).float()
     zero = torch.zeros(1, dtype=torch.int64)
-    got = greedy(tree, targets) if name == "greedy" else RULES[name].accept(tree, probs, torch.arange(4)[None], zero, zero)
+    if name == "greedy":
+        got = greedy(tree, targets)
+    else:
+        got = RULES[name].accept(tree, probs, torch.arange(4)[None], zero, zero)
     assert got.tokens.tolist() == [[1, 2, -1, -1]] and got.path.tolist() == [[0, 1, -1, -1]]
     assert got.num_emitted.tolist() == [2]
 
@@ -586,7 +591,9 @@ def test_a_request_gets_the_same_tokens_in_any_batch(name, spec):
     counters = torch.arange(40) * 5
     whole = RULES[name].accept(tree, probs, rows, seeds, counters)
     pick = torch.tensor([31, 2, 17])
-    part = DraftTree(tree.tokens[pick], tree.parents[pick], tree.num_nodes[pick], tree.depth, tree.is_chain, tree.probs[pick])
+    part = DraftTree(
+        tree.tokens[pick], tree.parents[pick], tree.num_nodes[pick], tree.depth, tree.is_chain, tree.probs[pick]
+    )
     got = RULES[name].accept(part, probs, rows[pick], seeds[pick], counters[pick])
     for a, b in zip(vars(got).values(), vars(whole).values()):
         assert torch.equal(a, b[pick])

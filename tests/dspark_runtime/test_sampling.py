@@ -52,7 +52,8 @@ def distributions(logits, params, histories=None, prompt_lens=None, tree=None, s
 
 def one(logits, history=None, prompt_len=1, stop_ids=(), **params) -> list[float]:
     x = torch.as_tensor(logits, dtype=torch.float32)[None, None]
-    return distributions(x, [SamplingParams(**params)], [history or [0]], [prompt_len], stop_ids=[stop_ids])[0, 0].tolist()
+    probs = distributions(x, [SamplingParams(**params)], [history or [0]], [prompt_len], stop_ids=[stop_ids])
+    return probs[0, 0].tolist()
 
 
 # --- reference: one node at a time, plain Python floats --------------------------------------------------------------

@@ -167,7 +167,10 @@ def test_a_request_whose_tree_is_cut_accepts_what_there_is():
         ({"rates": [1.5, 0.6, 0.1, 0]}, r"rates\[0\]: found 1.5, allowed: 0 to 1"),
         ({"rates": [0.5, 0.4, 0.1, -0.1]}, r"rates\[3\]: found -0.1"),
         ({"rates": [0.5, math.nan, 0.1, 0]}, r"rates\[1\]: found nan"),
-        ({"acceptance_length": 3, "rates": [1, 1, 0, 0]}, "found synthetic_acceptance_length and synthetic_acceptance_rates"),
+        (
+            {"acceptance_length": 3, "rates": [1, 1, 0, 0]},
+            "found synthetic_acceptance_length and synthetic_acceptance_rates",
+        ),
         ({}, "found nothing, allowed: exactly one of"),
         ({"acceptance_length": 3, "rank_frequencies": [0, 0]}, "rank_frequencies"),
     ],
