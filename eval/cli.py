@@ -77,10 +77,15 @@ def progress_bar(quiet: bool) -> tuple[Callable[[str, int, int], None], Callable
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    # Drawn between measurements only: a refreshing thread would take its share of the time that is measured.
+    bar = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
     bar.start()
     task = bar.add_task("starting", total=1)
-    return (lambda text, done, total: bar.update(task, description=text, completed=done, total=total)), bar.stop
+
+    def report(text: str, done: int, total: int) -> None:
+        bar.update(task, description=text, completed=done, total=total, refresh=True)
+
+    return report, bar.stop
 
 
 @app.command()

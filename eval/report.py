@@ -87,14 +87,16 @@ def speed_table(rows: Sequence[BenchRow]) -> str:
 def step_table(rows: Sequence[BenchRow]) -> str:
     """Where a step's milliseconds go, and how far it is from the floor."""
     header = ("line", "b", "step ms", "draft", "verify", "accept", "other", "floor ms", "x floor", "prefill ms")
+    moe = any(r.unique_experts_per_layer for r in rows)
     body = []
     for r in rows:
         if r.ran:
             s = r.step_ms
             parts = (s.total, s.draft, s.verify, s.accept, s.other, r.floor_ms)
             cells = (*map(num, parts), num(r.time_over_floor, 1), num(r.prefill_ms, 1))
-            body.append((name(r), str(r.num_requests), *cells))
-    return table(header, body)
+            experts = (num(r.unique_experts_per_layer, 1),) if moe else ()
+            body.append((name(r), str(r.num_requests), *cells, *experts))
+    return table((*header, "experts/layer") if moe else header, body)
 
 
 def acceptance_table(rows: Sequence[BenchRow]) -> str:

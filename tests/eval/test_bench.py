@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from drafters.tree import TreeSpec
 from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.records import StepRecord
 from dspark_runtime.synthetic import SyntheticLaw
 from eval.bench import Point, Repeat, acceptance_numbers, finish_row, plan, sampling_error, time_numbers
-from eval.floor import Ceilings, ModelCost, floor_ms
+from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
+from eval.prompts import encode, load_prompts, random_ids
 from eval.schema import bench_config
 from rows import row
 
@@ -210,3 +213,60 @@ def test_floor_is_the_slower_of_reading_and_computing() -> None:
 def test_experts_count_by_how_many_distinct_ones_are_read() -> None:
     cost = ModelCost(0, 1000, num_experts=4, experts_per_token=2, flops_per_token=0, kv_bytes_per_token=0)
     assert cost.bytes_of_step(1, 0) == 500 and cost.bytes_of_step(2, 0) == 750
+
+
+def test_cost_of_a_model_is_read_off_its_tensors() -> None:
+    """Two layers of a [6, 4] and experts [3, 5, 4], a head [10, 4] and an embedding; norms and tables do not count."""
+    half = torch.bfloat16
+    layers = [
+        dict(proj=torch.zeros(6, 4, dtype=half), experts=torch.zeros(3, 5, 4, dtype=half), norm=torch.zeros(4)) for _ in range(2)
+    ]
+    config = SimpleNamespace(num_experts_per_tok=2)
+    embed = torch.zeros(10, 4, dtype=half)
+    tied = SimpleNamespace(config=config, layers=layers, embed_tokens=embed, lm_head=embed)
+    expected = ModelCost(2 * (2 * 24 + 40), 2 * 2 * 60, 3, 2, 2 * (2 * 24 + 40) + 2 * 2 * 2 * 20, 7)
+    assert model_cost(tied, 7) == expected
+    untied = SimpleNamespace(config=config, layers=layers, embed_tokens=embed, lm_head=embed.clone())
+    assert model_cost(untied, 7) == expected
+
+
+def test_hardware_is_found_by_the_name_of_the_gpu() -> None:
+    assert known_hardware("NVIDIA H200 SXM")["matmul_tflops"]["bfloat16"] == 790
+    assert known_hardware("Some other GPU") is None
+
+
+# ----------------------------------------------------------------------------------------------------- prompts
+
+
+def test_the_projects_own_prompts() -> None:
+    prompts = load_prompts()
+    assert len(prompts.texts) >= 60 and len(set(prompts.texts)) == len(prompts.texts) and len(prompts.sha256) == 64
+
+
+@pytest.mark.parametrize("line", ["not json", "[]", '{"turns": []}', '{"turns": "text"}', '{"turns": [""]}', '{"text": "x"}'])
+def test_a_broken_prompt_file_names_its_line(line: str, tmp_path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["fine"]}\n\n' + line + "\n")
+    with pytest.raises(ConfigError, match=r"p\.jsonl:3: expected one JSON object"):
+        load_prompts(path)
+
+
+def test_prompts_go_through_the_chat_template_where_there_is_one() -> None:
+    class Tokenizer:
+        chat_template = "x"
+
+        def apply_chat_template(self, turns: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+            assert not tokenize and add_generation_prompt
+            return f"<{turns[0]['role']}>{turns[0]['content']}"
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [*([0] if add_special_tokens else []), *map(ord, text)]}
+
+    assert encode(Tokenizer(), "a") == [*map(ord, "<user>a")]
+    assert encode(Tokenizer(), "a", chat=False) == [0, ord("a")]
+
+
+def test_random_prompts_follow_from_their_seed() -> None:
+    a, b = random_ids(2, 50, 7, seed=1), random_ids(2, 50, 7, seed=2)
+    assert a == random_ids(2, 50, 7, seed=1) and a != b and a[0] != a[1]
+    assert {len(p) for p in a} == {50} and {t for p in a for t in p} == set(range(7))
