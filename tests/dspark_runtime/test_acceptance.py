@@ -370,6 +370,19 @@ def test_rules_sample_the_target(name, spec, sampled, cut):
     assert p_value(completed(got, p, seeds), joint(p)) > 1e-3
 
 
+def test_a_child_that_q_cannot_produce_is_a_point_mass():
+    # Child 1 is always token 0; child 2 is drawn from q, which has no mass there.
+    p, q = torch.tensor([0.3, 0.3, 0.4]), torch.tensor([0.0, 0.75, 0.25])
+    seeds = torch.arange(DRAWS)
+    tokens = torch.zeros(DRAWS, 3, dtype=torch.int64)
+    tokens[:, 2] = rng.sample(q.expand(DRAWS, 3), rng.uniform(seeds, torch.zeros_like(seeds), rng.DRAFT))
+    tree = DraftTree.from_spec(TreeSpec((-1, 0, 0)), tokens, probs=q.expand(DRAWS, 3, 3))
+    rows = torch.arange(DRAWS * 3).view(DRAWS, 3)
+    got = acceptance.tree_rejection(tree, p.expand(DRAWS * 3, 3), rows, seeds, torch.zeros_like(seeds))
+    assert p_value(got.tokens[:, 0], p.double()) > 1e-3
+    assert {1, 2} <= set(got.path[:, 1].tolist())
+
+
 def test_wrong_rules_fail_the_chi_square(monkeypatch):
     p, q, seeds = tables(3, None, 10), tables(3, None, 110), torch.arange(DRAWS)
 
