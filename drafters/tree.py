@@ -98,7 +98,7 @@ class DraftTree:
     probs       [R, n, V] float32: row i is the distribution that the children of node i were drawn from. None: the tree
                 is deterministic (each child counts as a point mass)
     confidence  [R, n] float32: estimated probability that the node is accepted, given that its parent was. Optional
-    is_chain    host fact: every node's parent is the node before it
+    is_chain    host fact: every node's parent is the node before it (and then width > depth)
     depth       host bound on the longest path
     """
 
@@ -125,7 +125,7 @@ class DraftTree:
     def masks_and_depths(self) -> tuple[Tensor, Tensor]:
         """Ancestor masks [R, n] int64 (bit j of node i is set where j is i or an ancestor of i) and depths [R, n] int64.
 
-        Padding nodes see only themselves and have depth 0.
+        Padding nodes have depth 0; their masks mean nothing.
         """
         r, n = self.tokens.shape
         device = self.tokens.device
@@ -151,7 +151,7 @@ class DraftTree:
         return self.masks_and_depths()[1]
 
     def ancestors(self) -> Tensor:
-        """[R, n, n] bool: entry (i, j) says that j is i or an ancestor of i. Padding nodes see only themselves."""
+        """[R, n, n] bool: entry (i, j) says that j is i or an ancestor of i. Rows of padding mean nothing."""
         nodes = torch.arange(self.width, device=self.tokens.device)
         if self.is_chain:
             return (nodes[:, None] >= nodes).expand(self.tokens.shape[0], -1, -1)

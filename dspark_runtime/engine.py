@@ -263,7 +263,7 @@ class Engine:
         self._num_outputs[row] = len(request.output)
         self._steps[row] = request.num_steps
         self._seeds[row] = request.seed
-        self._temperature[row] = request.params.temperature
+        self._temperature[row] = 0.0 if request.params.is_greedy else request.params.temperature
         self._page_table[row] = SCRATCH_PAGE
         self._sampling = None
 
