@@ -67,9 +67,13 @@ struct Attention {
         return true;
     }
 
-    const E* at(const E* pages, const Task& t, size_t key) const {
-        size_t page = size_t(b.table[t.request * b.table_stride + key / page_size]);
-        return pages + page * page_stride + key % page_size * token_stride + t.head * dim;
+    // Where `count` keys (or values) from `key` on are stored.
+    void locate(const E* pages, const Task& t, size_t key, size_t count, const E** rows) const {
+        const int32_t* table = b.table + t.request * b.table_stride + key / page_size;
+        for (size_t offset = key % page_size, i = 0; i < count; table++, offset = 0) {
+            const E* row = pages + size_t(*table) * page_stride + offset * token_stride + t.head * dim;
+            for (; offset < page_size && i < count; offset++, row += token_stride) rows[i++] = row;
+        }
     }
 
     void widen_queries(const Task& t) const {
@@ -92,7 +96,9 @@ struct Attention {
         size_t dp = padded(dim), n = rows(t), g = group();
         for (; from < to; from += KEYS) {
             size_t first = t.begin + from, count = std::min(KEYS, to - from), whole = (count + 3) / 4 * 4;
-            for (size_t j = 0; j < count; j++) widen(at(k, t, first + j), dim, image + j * dp);
+            const E* stored[KEYS];
+            locate(k, t, first, count, stored);
+            for (size_t j = 0; j < count; j++) widen(stored[j], dim, image + j * dp);
             std::memset(image + count * dp, 0, (whole - count) * dp * 4);
             for (size_t r = 0; r < n;) {
                 size_t some = n - r <= 3 ? n - r : 2;
@@ -140,16 +146,21 @@ struct Attention {
     template <int R, int V>
     INLINE void value_rows(const float* weights, size_t stride, const float* values, size_t count, vf* sums) const {
         vf acc[R][V + 1];
-        std::memcpy(acc, sums, sizeof acc);
+        unroll<R>(BODY(r) { unroll<V + 1>(BODY(i) { acc[r][i] = sums[r * (V + 1) + i]; }); });
         for (size_t j = 0; j < count; j++) {
             vf p[R];
-            for (int r = 0; r < R; r++) p[r] = splat(weights[r * stride + j]), acc[r][V] += p[r];
-            for (int i = 0; i < V; i++) {
+            unroll<R>(BODY(r) {
+                p[r] = splat(weights[r * stride + j]);
+                HOLD(p[r]);
+                acc[r][V] += p[r];
+            });
+            unroll<V>(BODY(i) {
                 vf x = load<vf>(values + j * SLICE + i * VL);
-                for (int r = 0; r < R; r++) acc[r][i] += p[r] * x;
-            }
+                HOLD(x);
+                unroll<R>(BODY(r) { MULTIPLY_ADD(acc[r][i], p[r], x); });
+            });
         }
-        std::memcpy(sums, acc, sizeof acc);
+        unroll<R>(BODY(r) { unroll<V + 1>(BODY(i) { sums[r * (V + 1) + i] = acc[r][i]; }); });
     }
 
     // Output dimensions from .. from + SLICE of every row.
@@ -160,7 +171,9 @@ struct Attention {
         std::memset(image, 0, KEYS * SLICE * 4);
         for (size_t base = 0; base < keys; base += KEYS) {
             size_t count = std::min(KEYS, keys - base);
-            for (size_t j = 0; j < count; j++) widen(at(v, t, t.begin + base + j) + from, width, image + j * SLICE);
+            const E* stored[KEYS];
+            locate(v, t, t.begin + base, count, stored);
+            for (size_t j = 0; j < count; j++) widen(stored[j] + from, width, image + j * SLICE);
             bool finite = true;
             if (b.window || t.begin + base + count > t.context) {  // zero weights must also hide NaN and infinity
                 vf zero{};

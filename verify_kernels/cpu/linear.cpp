@@ -21,8 +21,14 @@ struct Store {  // out[t, n] = round(sum + bias)
     size_t n;
     const E* bias;
     INLINE void operator()(size_t t, size_t row, const float* sums, size_t count) {
-        for (size_t i = 0; i < count; i++)
-            round_to(bias ? sums[i] + to_float(bias[row + i]) : sums[i], out[t * n + row + i]);
+        float biased[ROWS];
+        E result[ROWS];
+        if (bias) {
+            for (size_t i = 0; i < count; i++) biased[i] = sums[i] + to_float(bias[row + i]);
+            sums = biased;
+        }
+        round8(sums, result);
+        std::memcpy(out + t * n + row, result, count * sizeof(E));
     }
 };
 
@@ -31,7 +37,9 @@ struct Logits {
     float* out;
     size_t n;
     INLINE void operator()(size_t t, size_t row, const float* sums, size_t count) {
-        for (size_t i = 0; i < count; i++) out[t * n + row + i] = rounded<E>(sums[i]);
+        E result[ROWS];
+        round8(sums, result);
+        for (size_t i = 0; i < count; i++) out[t * n + row + i] = to_float(result[i]);
     }
 };
 
@@ -40,8 +48,10 @@ struct Greedy {  // the first maximum of each token; a NaN beats every number
     float* best;
     int64_t* ids;
     INLINE void operator()(size_t t, size_t row, const float* sums, size_t count) {
+        E result[ROWS];
+        round8(sums, result);
         for (size_t i = 0; i < count; i++) {
-            float v = rounded<E>(sums[i]);
+            float v = to_float(result[i]);
             if (!(v <= best[t]) && best[t] == best[t]) best[t] = v, ids[t] = int64_t(row + i);
         }
     }
@@ -51,7 +61,6 @@ struct Greedy {  // the first maximum of each token; a NaN beats every number
 template <int R, int T, bool FETCH, class E>
 INLINE void group(const E* w, size_t w_stride, const E* tail, const float* x, size_t x_stride, size_t chunks, vf* saved,
                   bool first, bool last, float* sums) {
-    constexpr int LINES = FETCH ? R * CHUNK * int(sizeof(E)) / 64 : 0;
     for (size_t r = 0; r < ROWS; r += R) {
         vf acc[T][R];
         if (first)
@@ -59,7 +68,7 @@ INLINE void group(const E* w, size_t w_stride, const E* tail, const float* x, si
         else
             std::memcpy(acc, saved + r * T, sizeof acc);
         const E* from = w + r * w_stride;
-        tile<LINES>(from, w_stride, x, x_stride, chunks, acc, reinterpret_cast<const char*>(from + ROWS * w_stride));
+        tile<FETCH ? int(ROWS) : 0>(from, w_stride, x, x_stride, chunks, acc);
         if (!last) {
             std::memcpy(saved + r * T, acc, sizeof acc);
             continue;
@@ -97,7 +106,8 @@ void block(const E* w, size_t w_stride, const float* x, size_t x_stride, size_t 
             vf* slot = saved + t * ROWS;
             float* out = sums + t * ROWS;
             switch (tokens - t) {
-                case 1: group<8, 1, F>(wk, w_stride, end, xt, x_stride, chunks, slot, first, last, out); return;
+                // Alone, one token waits for memory, which likes four rows at a time better than eight.
+                case 1: group<F ? 4 : 8, 1, F>(wk, w_stride, end, xt, x_stride, chunks, slot, first, last, out); return;
                 case 2: group<4, 2, F>(wk, w_stride, end, xt, x_stride, chunks, slot, first, last, out); return;
                 case 3: group<4, 3, F>(wk, w_stride, end, xt, x_stride, chunks, slot, first, last, out); return;
                 default: group<2, 4, F>(wk, w_stride, end, xt, x_stride, chunks, slot, first, last, out);

@@ -13,7 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
+#include <type_traits>
+#include <utility>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -31,6 +32,17 @@ constexpr int CHUNK = 2 * VL;  // elements of one step along a dot product
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+
+// f(0), f(1), ... with constant arguments: arrays indexed by them are registers, whatever the optimiser thinks of loops.
+template <class F, int... I>
+INLINE void unrolled(std::integer_sequence<int, I...>, F f) {
+    (f(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class F>
+INLINE void unroll(F f) {
+    unrolled(std::make_integer_sequence<int, N>{}, f);
+}
+#define BODY(i) [&](auto i) __attribute__((always_inline))
 
 struct bf16 {
     uint16_t bits;
@@ -81,13 +93,6 @@ INLINE void round_to(float x, bf16& out) {
     uint32_t up = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16, nan = (w & 0x7fffffffu) > 0x7f800000u;
     out.bits = uint16_t(nan ? 0x7fc0u : up);
 }
-template <class E>
-INLINE float rounded(float x) {
-    E e;
-    round_to(x, e);
-    return to_float(e);
-}
-
 // The float32 image of CHUNK elements is two vectors. For bfloat16 they are the even and the odd elements, which cost
 // one shift and one mask instead of shuffles; a dot product does not care as long as both sides use the same image.
 template <int HALF>
@@ -98,6 +103,15 @@ template <int HALF>
 INLINE vf half(const bf16* p) {
     vu words = load<vu>(p);
     return HALF ? (vf)(words & 0xffff0000u) : (vf)(words << 16);
+}
+// Eight floats at once.
+INLINE void round8(const float* in, float* out) { std::memcpy(out, in, 32); }
+INLINE void round8(const float* in, bf16* out) {
+    typedef uint32_t words8 __attribute__((vector_size(32)));
+    typedef uint16_t halves8 __attribute__((vector_size(16)));
+    words8 w = load<words8>(in), nan = (words8)((w & 0x7fffffffu) > 0x7f800000u);
+    words8 up = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+    store(out, __builtin_convertvector((nan & 0x7fc0u) | (~nan & up), halves8));
 }
 // Back from the image to memory order.
 INLINE void narrow(vf a, vf b, float* out) {
@@ -176,40 +190,36 @@ INLINE vf exp(vf x) {  // within 2 ulp; exactly 0 below -87.3, NaN stays NaN
 template <int HALF, int R, int T, class W>
 INLINE void step(const W* w, size_t w_stride, const float* x, size_t x_stride, vf (&acc)[T][R]) {
     vf xv[T];
-#pragma GCC unroll 8
-    for (int t = 0; t < T; t++) {
+    unroll<T>(BODY(t) {
         xv[t] = load<vf>(x + t * x_stride + HALF * VL);
         HOLD(xv[t]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
+    });
+    unroll<R>(BODY(r) {
         vf wv = half<HALF>(w + r * w_stride);
         HOLD(wv);
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) MULTIPLY_ADD(acc[t][r], wv, xv[t]);
-    }
+        unroll<T>(BODY(t) { MULTIPLY_ADD(acc[t][r], wv, xv[t]); });
+    });
 }
 
 // A register tile: acc[t][r] += sum over `chunks` of image(w row r) * x row t. x is an image already; w an image
-// (float) or raw elements. AHEAD: cache lines to prefetch per chunk, one after another from `ahead` on. Eight sums keep
-// the multipliers busy and leave registers for the operands; so tiles are 8 x 1, 4 x 2 and 2 x 4.
-template <int AHEAD, int R, int T, class W>
-INLINE void tile(const W* w, size_t w_stride, const float* x, size_t x_stride, size_t chunks, vf (&acc)[T][R],
-                 const char* ahead = nullptr) {
+// (float) or raw elements. FETCH: how many rows ahead to prefetch, into the L2 cache (which has more fetches in
+// flight than the L1 cache); 0: nothing. Eight sums keep the multipliers busy and leave registers for the
+// operands; so tiles are 8 x 1, 4 x 2 and 2 x 4.
+template <int FETCH, int R, int T, class W>
+INLINE void tile(const W* w, size_t w_stride, const float* x, size_t x_stride, size_t chunks, vf (&acc)[T][R]) {
     vf sum[T][R];  // a copy that nobody points to can live in registers
-#pragma GCC unroll 8
-    for (int t = 0; t < T; t++)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sum[t][r] = acc[t][r];
+    unroll<T>(BODY(t) { unroll<R>(BODY(r) { sum[t][r] = acc[t][r]; }); });
+    constexpr int LINES = R * CHUNK * int(sizeof(W)) / 64;  // per chunk: where a line is two chunks, every other row
+    const W *ahead = w + FETCH * w_stride, *other = ahead + (LINES < R ? w_stride : 0);
     for (size_t c = 0; c < chunks; c++) {
-        for (int i = 0; i < AHEAD; i++) __builtin_prefetch(ahead + (c * AHEAD + i) * 64);
+        if (FETCH) {
+            for (int i = 0; i < LINES; i++) __builtin_prefetch(ahead + R / LINES * i * w_stride + c * CHUNK, 0, 2);
+            std::swap(ahead, other);
+        }
         step<0>(w + c * CHUNK, w_stride, x + c * CHUNK, x_stride, sum);
         step<1>(w + c * CHUNK, w_stride, x + c * CHUNK, x_stride, sum);
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < T; t++)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[t][r] = sum[t][r];
+    unroll<T>(BODY(t) { unroll<R>(BODY(r) { acc[t][r] = sum[t][r]; }); });
 }
 
 struct Scratch {  // grows, never shrinks; one per thread and use
