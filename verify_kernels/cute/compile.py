@@ -123,12 +123,12 @@ def compile_variant(variant: Variant, options: str = "") -> Any:
         fake(i32, size(), size()),
         fake(cutlass.Int64, tokens),
         fake(i32, size(), RECORD),
-        fake(i32, size()),
         queries,
         fake(f32, slots, variant.rows, variant.head_dim),
         fake(f32, slots, variant.rows, 2),
         f32(1.0),
         f32(0.0),
+        i32(0),
         make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--enable-tvm-ffi {options}",
     )

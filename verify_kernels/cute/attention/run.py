@@ -27,7 +27,7 @@ def choose(
     rows = max_query_len * heads // kv_heads
     constants = (str(dtype).removeprefix("torch."), head_dim, heads, kv_heads, page_size, mask)
     if rows <= 64:
-        tiles = {"rows": 64, "tile_n": 64, "stages": 5 if head_dim == 128 else 8}
+        tiles = {"rows": 64, "tile_n": 64, "stages": 4 if head_dim == 128 else 8}
     else:
         blocks = min(-(-rows // 128), 4)
         blocks = 4 if blocks == 3 else blocks
@@ -41,11 +41,11 @@ class Plan:
 
     variant: Variant
     segments: Tensor
-    offsets: Tensor
     page_table: Tensor
     ancestors: Tensor
     partial: Tensor
     stats: Tensor
+    fresh: bool = True  # the next call may follow the plan's own kernels, so it reads nothing ahead of them
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def plan(
         found = "none" if ancestor_masks is None else "some"
         raise ValueError(f"verify attention: ancestor_masks are {found}, allowed: some with mask 'tree', none without")
     units = _multiprocessors(device) // variant.blocks
-    cut = schedule(
+    segments = schedule(
         context_lens,
         request_offsets,
         num_tokens,
@@ -94,7 +94,7 @@ def plan(
     if ancestor_masks is None:
         ancestor_masks = torch.empty(num_tokens, dtype=torch.int64, device=device)
     partial, stats = _workspace(device, 2 * units * variant.blocks, variant.rows, variant.head_dim)
-    return Plan(variant, cut.segments, cut.offsets, page_table, ancestor_masks, partial, stats)
+    return Plan(variant, segments, page_table, ancestor_masks, partial, stats)
 
 
 def run(
@@ -102,7 +102,8 @@ def run(
 ) -> Tensor:
     """q [N, Hq, D], k_pages and v_pages [P, page, Hkv, D] of one layer -> out [N, Hq, D]. Capturable."""
     kernel(
-        q, k_pages, v_pages, plan.page_table, plan.ancestors, plan.segments, plan.offsets, out, plan.partial, plan.stats,
-        scale, softcap,
+        q, k_pages, v_pages, plan.page_table, plan.ancestors, plan.segments, out, plan.partial, plan.stats, scale, softcap,
+        int(plan.fresh),
     )
+    plan.fresh = False
     return out

@@ -8,25 +8,19 @@ A segment that holds all tiles of its work writes the output; the others write p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 RECORD = 16
-"""int32 words of a segment: request, kv_head, row0, q_start, q_len, context, t0, t1, slot, first_unit, last_unit, 0…
+"""int32 words of a segment: request, kv_head, row0, q_start, q_len, context, t0, t1, slot, first_unit, last_unit,
+count, next, 0, 0, 0.
 
 row0 is the first query row (token * group + head in group) of the block; [t0, t1) are key tiles; slot is the partial
 result's index, or -1 where the segment is its work's only one; first_unit..last_unit share the work.
+
+Row u of the table is unit u's first segment; count is the unit's number of segments, and the others follow at row
+`next`. So a unit starts after one read.
 """
-
-
-@dataclass
-class Schedule:
-    """segments [S, RECORD] int32; offsets [units + 1] int32: unit u runs segments offsets[u] : offsets[u + 1]."""
-
-    segments: Tensor
-    offsets: Tensor
 
 
 def schedule(
@@ -41,8 +35,8 @@ def schedule(
     units: int,
     causal: bool,
     min_tiles: int = 1,
-) -> Schedule:
-    """Cuts the pass into `units` stretches of at least `min_tiles` tiles.
+) -> Tensor:
+    """Cuts the pass into `units` stretches of at least `min_tiles` tiles. Returns the table, [S, RECORD] int32.
 
     context_lens [R] int32, request_offsets [R + 1] int32, num_tokens N: rows of the flat batch; group = Hq / Hkv.
     """
@@ -91,5 +85,7 @@ def schedule(
     r = request[e]
     fields = [r, work % kv_heads, row0[e], starts[r], lengths[r], context[r], start - begin, stop - begin, slot, first, last]
     segments = torch.stack(fields + [torch.zeros_like(r)] * (RECORD - len(fields)), dim=1)
-    segments = torch.where(used[:, None], segments, 0)
-    return Schedule(segments.int().contiguous(), offsets.int())
+    heads = segments[offsets[:-1].clamp(max=segments.shape[0] - 1)]
+    heads[:, 11] = offsets.diff()
+    heads[:, 12] = units + offsets[:-1] + 1
+    return torch.cat([heads, segments]).int()

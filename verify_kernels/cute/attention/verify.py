@@ -7,17 +7,19 @@ through TMA into rings in shared memory, two warpgroups multiply. The warpgroups
 
 Pages are TMA boxes of min(page, tile_n) tokens; boxes past a request's end are read out of bounds, which fills zeros.
 Only the tiles past the committed context see a mask: one bit test of the token's ancestor word.
+
+Both kernels are launched with programmatic dependent launch. Before `griddepcontrol.wait` a kernel reads only what no
+kernel since the one before its predecessor has written: the schedule, the page table and the committed context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from verify_kernels.cute.attention.schedule import RECORD
@@ -27,6 +29,7 @@ CONSUMERS = 2 * WARPGROUP
 THREADS = CONSUMERS + WARPGROUP
 LOG2_E = 1.4426950408889634
 MASKS = ("tree", "causal", "full")
+BATCH = 12  # partial results that a row of `combine` reads at once
 
 
 @cute.jit
@@ -41,6 +44,18 @@ def multiply(
         cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+@cute.jit
+def window(word: Uint64, first: Int32) -> Uint64:
+    """Visibility of 64 keys from `first` on, relative to the new tokens: ones in the context, then `word`."""
+    ones = Uint64(0xFFFFFFFFFFFFFFFF)
+    ahead = cutlass.max(first, 0)
+    behind = cutlass.max(-first, 0)
+    shifted = (word >> cutlass.min(ahead, 63).to(Uint64)) if ahead < 64 else Uint64(0)
+    context = (Uint64(1) << cutlass.min(behind, 63).to(Uint64)) - Uint64(1)
+    later = (word << cutlass.min(behind, 63).to(Uint64)) | context if behind < 64 else ones
+    return shifted if first >= 0 else later
 
 
 class VerifyAttention:
@@ -60,10 +75,10 @@ class VerifyAttention:
         mask: str,
         *,
         rows: int,
-        blocks: int = 1,
-        tile_n: int = 64,
-        stages: int = 4,
-        softcap: bool = False,
+        blocks: int,
+        tile_n: int,
+        stages: int,
+        softcap: bool,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"verify attention: head_dim is {head_dim}, allowed: 64, 128")
@@ -75,6 +90,9 @@ class VerifyAttention:
             raise ValueError(f"verify attention: mask is {mask!r}, allowed: {', '.join(MASKS)}")
         if rows not in (64, 128) or (rows == 64 and blocks != 1):
             raise ValueError(f"verify attention: rows, blocks are {rows}, {blocks}, allowed: 64, 1 or 128, any")
+        if rows == 64 and stages % 2:
+            # A stage must belong to one warpgroup, or a fast warpgroup takes the phase before last for its own.
+            raise ValueError(f"verify attention: stages is {stages}, allowed with 64 rows: an even number")
         self.dtype, self.head_dim, self.heads, self.kv_heads = dtype, head_dim, heads, kv_heads
         self.group = heads // kv_heads
         self.page_size, self.mask, self.softcap = page_size, mask, softcap
@@ -94,15 +112,15 @@ class VerifyAttention:
         page_table: cute.Tensor,  # [R, maxP] int32
         ancestors: cute.Tensor,  # [N] int64, read by mask "tree" only
         segments: cute.Tensor,  # [S, RECORD] int32
-        offsets: cute.Tensor,  # [units + 1] int32
         out: cute.Tensor,  # [N, Hq, D]
         partial: cute.Tensor,  # [2 * units * blocks, rows, D] float32
         stats: cute.Tensor,  # [2 * units * blocks, rows, 2] float32: max (log2 units), sum
         scale: Float32,
         softcap: Float32,
+        fresh: Int32,  # 1: the schedule may just have been made
         stream: Any,
     ) -> None:
-        units = offsets.shape[0] - 1
+        units = partial.shape[0] // (2 * self.blocks)
         layout = cute.make_layout(
             (k_pages.shape[0] * self.page_size, self.head_dim, self.kv_heads),
             stride=(self.kv_heads * self.head_dim, 1, self.head_dim),
@@ -126,19 +144,18 @@ class VerifyAttention:
             self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (64, self.head_dim),
             warpgroup.OperandSource.RMEM,
         )
-
         log2_scale = scale * LOG2_E
         cap_scale = Float32(0.0)
         if const_expr(self.softcap):
             cap_scale = scale / softcap
             log2_scale = softcap * LOG2_E
         self.kernel(
-            k_atom, k_tma, v_atom, v_tma, q, page_table, ancestors, segments, offsets, out, partial, stats,
-            log2_scale, cap_scale, q_layout, kv_layout, mma_qk, mma_pv,
+            k_atom, k_tma, v_atom, v_tma, q, page_table, ancestors, segments, out, partial, stats, log2_scale, cap_scale,
+            fresh, q_layout, kv_layout, mma_qk, mma_pv,
         ).launch(
-            grid=[units * self.blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1
+            grid=[units * self.blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
-        self.combine(segments, offsets, out, partial, stats).launch(
+        self.combine(segments, out, partial, stats).launch(
             grid=[units, self.blocks * self.rows // 8, 1], block=[256, 1, 1], stream=stream, use_pdl=True
         )
 
@@ -153,12 +170,12 @@ class VerifyAttention:
         page_table: cute.Tensor,
         ancestors: cute.Tensor,
         segments: cute.Tensor,
-        offsets: cute.Tensor,
         out: cute.Tensor,
         partial: cute.Tensor,
         stats: cute.Tensor,
         log2_scale: Float32,
         cap_scale: Float32,
+        fresh: Int32,
         q_layout: cute.ComposedLayout,
         kv_layout: cute.ComposedLayout,
         mma_qk: cute.TiledMma,
@@ -168,7 +185,6 @@ class VerifyAttention:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         unit, rank = block // self.blocks, block % self.blocks
-        first, last = offsets[unit], offsets[unit + 1]
 
         smem = cutlass.memory.SmemAllocator()
         full_k = smem.allocate_array(Int64, 4 * self.stages)
@@ -182,6 +198,8 @@ class VerifyAttention:
         if const_expr(self.alternate):
             exchange = smem.allocate_tensor(Float32, cute.make_layout((WARPGROUP, self.head_dim // 2 + 4)), 16)
 
+        if fresh != 0:
+            cute.arch.griddepcontrol_wait()
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(2 * self.stages):
@@ -191,29 +209,25 @@ class VerifyAttention:
             cpasync.prefetch_descriptor(v_atom)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(24)
             if warp == 0:
-                self.produce(k_atom, k_tma, s_k, full_k, empty_k, page_table, segments, first, last, rank)
+                self.produce(k_atom, k_tma, s_k, full_k, empty_k, page_table, segments, unit, rank)
             if warp == 1:
-                self.produce(v_atom, v_tma, s_v, full_v, empty_v, page_table, segments, first, last, rank)
+                self.produce(v_atom, v_tma, s_v, full_v, empty_v, page_table, segments, unit, rank)
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(240)
             self.consume(
                 mma_qk, mma_pv, s_q, s_k, s_v, exchange, full_k, full_v, empty_k, empty_v, q, ancestors, segments,
-                out, partial, stats, log2_scale, cap_scale, first, last, unit, rank, thread - WARPGROUP,
+                out, partial, stats, log2_scale, cap_scale, unit, rank, thread - WARPGROUP,
             )
 
     @cute.jit
-    def tile_range(self, segments: cute.Tensor, s: Int32, rank: Int32) -> tuple[Int32, Int32]:
-        """Key tiles of a segment; a CTA whose rows lie past the request's end has none."""
-        t0, t1 = segments[s, 6], segments[s, 7]
-        if const_expr(self.blocks > 1):
-            if segments[s, 2] + rank * self.rows >= segments[s, 4] * self.group:
-                t1 = t0
-        return t0, t1
+    def read_segment(self, segments: cute.Tensor, row: Int32) -> cute.Tensor:
+        record = cute.make_rmem_tensor(RECORD, Int32)
+        cute.autovec_copy(segments[row, None], record)
+        return record
 
     @cute.jit
     def box_index(self, page_table: cute.Tensor, request: Int32, tile: Int32, end: Int32, boxes: Int32) -> Int32:
@@ -235,8 +249,7 @@ class VerifyAttention:
         empty: cute.Pointer,
         page_table: cute.Tensor,
         segments: cute.Tensor,
-        first: Int32,
-        last: Int32,
+        unit: Int32,
         rank: Int32,
     ) -> None:
         g_boxes = cute.flat_divide(tma, (self.box, 64))  # (box, 64, boxes, D/64, Hkv)
@@ -245,11 +258,19 @@ class VerifyAttention:
             atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
         )
         total = cute.size(g_boxes, mode=[2])
+        segment_count = segments[unit, 11]
         count = Int32(0)
-        for s in cutlass.range(first, last, unroll=1):
-            request, head = segments[s, 0], segments[s, 1]
-            end = segments[s, 4] + segments[s, 5]
-            t0, t1 = self.tile_range(segments, s, rank)
+        for n in cutlass.range(segment_count, unroll=1):
+            # Fields one by one: this warp has 24 registers.
+            at = unit
+            if n > 0:
+                at = segments[unit, 12] + n - 1
+            request, head, context, t0 = segments[at, 0], segments[at, 1], segments[at, 5], segments[at, 6]
+            q_len, t1 = segments[at, 4], segments[at, 7]
+            end = q_len + context
+            if const_expr(self.blocks > 1):
+                if segments[at, 2] + rank * self.rows >= q_len * self.group:
+                    t1 = t0
             following = self.box_index(page_table, request, t0, end, total)
             for t in cutlass.range(t0, t1, unroll=1):
                 boxes = following
@@ -257,6 +278,8 @@ class VerifyAttention:
                     following = self.box_index(page_table, request, t + 1, end, total)
                 stage, phase = count % self.stages, (count // self.stages) & 1
                 count += 1
+                if (t + 1) * self.tile_n > context:
+                    cute.arch.griddepcontrol_wait()
                 cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_bytes)
@@ -288,8 +311,6 @@ class VerifyAttention:
         stats: cute.Tensor,
         log2_scale: Float32,
         cap_scale: Float32,
-        first: Int32,
-        last: Int32,
         unit: Int32,
         rank: Int32,
         thread: Int32,
@@ -307,33 +328,40 @@ class VerifyAttention:
         f_k = mma_qk.make_fragment_B(qk.partition_B(s_k))
         s_vt = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
         f_v = mma_pv.make_fragment_B(pv.partition_B(s_vt))
-        acc_s = mma_qk.make_fragment_C(mma_qk.partition_shape_C((64, self.tile_n)))
         acc_o = mma_pv.make_fragment_C(mma_pv.partition_shape_C((64, self.head_dim)))
         f_p = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)), self.dtype)
-        scores = cute.make_tensor(acc_s.iterator, cute.make_layout((2, 2, self.tile_n // 8)))  # (col, row, 8 cols)
         o = cute.make_tensor(acc_o.iterator, cute.make_layout((2, 2, self.head_dim // 8)))
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
-        words = cute.make_rmem_tensor(2, Int64)
+        keep = cute.make_rmem_tensor(2, Float32)
+        words = cute.make_rmem_tensor(2, Uint64)
         limits = cute.make_rmem_tensor(2, Int32)
 
+        record = self.read_segment(segments, unit)
+        segment_count, rest = record[11], record[12]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         count = Int32(0)
-        for s in cutlass.range(first, last, unroll=1):
-            head, row0 = segments[s, 1], segments[s, 2] + rank * self.rows
-            q_start, q_len, context = segments[s, 3], segments[s, 4], segments[s, 5]
-            slot = segments[s, 8]
-            t0, t1 = self.tile_range(segments, s, rank)
+        for n in cutlass.range(segment_count, unroll=1):
+            if n > 0:
+                record.store(self.read_segment(segments, rest + n - 1).load())
+            head, row0 = record[1], record[2] + rank * self.rows
+            q_start, q_len, context, t0, t1, slot = (record[i] for i in range(3, 9))
             query_rows = q_len * self.group
+            if const_expr(self.blocks > 1):
+                if row0 >= query_rows:  # this CTA's rows lie past the request's end
+                    t1 = t0
 
             cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
             self.load_queries(q, s_q, head, row0, q_start, query_rows, thread)
             for i in cutlass.range_constexpr(2):
                 token = (row0 + row + 8 * i) // self.group
-                words[i] = Int64(0)
+                words[i] = Uint64(0)
                 limits[i] = q_len
                 if const_expr(self.mask == "tree"):
                     if token < q_len:
-                        words[i] = ancestors[q_start + token]
+                        own_bits = (Uint64(2) << (q_len - 1).to(Uint64)) - Uint64(1)
+                        words[i] = ancestors[q_start + token].to(Uint64) & own_bits
                 if const_expr(self.mask == "causal"):
                     limits[i] = cutlass.min(token + 1, q_len)
             row_max.fill(-Float32.inf)
@@ -342,28 +370,57 @@ class VerifyAttention:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
 
-            # Tiles that lie in the committed context whole need no mask; with a chain, earlier new tokens count too.
-            clear = context
-            if const_expr(self.mask == "causal"):
-                clear = context + row0 // self.group
-            clear = cutlass.min(clear // self.tile_n, t1)
             start = t0
             if const_expr(self.alternate):
                 start = t0 + ((wg + count) & 1)
-            unmasked = cutlass.max(clear - start + self.step - 1, 0) // self.step
-            middle = start + unmasked * self.step
-            for t in cutlass.range(start, middle, self.step, unroll=1):
-                self.tile(
-                    mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_s, acc_o, scores, o, row_max, row_sum, words, limits, s_v,
-                    full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context, q_len, column, local,
-                    wg, log2_scale, cap_scale, masked=False,
+            if start < t1:
+                # The products of one tile overlap the softmax of the one before.
+                index = count + start - t0
+                stage, phase = index % self.stages, (index // self.stages) & 1
+                cute.arch.mbarrier_wait(full_k + stage, phase)
+                acc_s = mma_qk.make_fragment_C(mma_qk.partition_shape_C((64, self.tile_n)))
+                multiply(mma_qk, acc_s, f_q, f_k[None, None, None, stage], accumulate=False)
+                warpgroup.wait_group(0)
+                self.release(empty_k + stage)
+                self.softmax(
+                    acc_s, row_max, row_sum, keep, words, limits, start * self.tile_n - context, column,
+                    log2_scale, cap_scale, masked=True,
                 )
-            for t in cutlass.range(middle, t1, self.step, unroll=1):
-                self.tile(
-                    mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_s, acc_o, scores, o, row_max, row_sum, words, limits, s_v,
-                    full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context, q_len, column, local,
-                    wg, log2_scale, cap_scale, masked=True,
-                )
+                self.round(acc_s, f_p)
+
+                # Tiles that lie in the committed context whole need no mask; in a chain, earlier new tokens count too.
+                clear = context
+                if const_expr(self.mask == "causal"):
+                    clear = context + row0 // self.group
+                clear = cutlass.min(clear // self.tile_n, t1)
+                second = start + self.step
+                middle = second + cutlass.max(clear - second + self.step - 1, 0) // self.step * self.step
+                for t in cutlass.range(second, middle, self.step, unroll=1):
+                    self.next_tile(
+                        mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words,
+                        limits, full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context,
+                        column, log2_scale, cap_scale, masked=False,
+                    )
+                for t in cutlass.range(middle, t1, self.step, unroll=1):
+                    self.next_tile(
+                        mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words,
+                        limits, full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context,
+                        column, log2_scale, cap_scale, masked=True,
+                    )
+
+                final = start + (t1 - 1 - start) // self.step * self.step
+                index = count + final - t0
+                stage, phase = index % self.stages, (index // self.stages) & 1
+                cute.arch.mbarrier_wait(full_v + stage, phase)
+                valid = context + q_len - final * self.tile_n
+                if valid < self.tile_n:
+                    # The last page's unused slots may hold anything, and 0 * NaN is NaN.
+                    self.clear_tail(s_v, stage, valid, local)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.barrier(barrier_id=2 + wg, number_of_threads=WARPGROUP)
+                multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage], accumulate=True)
+                warpgroup.wait_group(0)
+                self.release(empty_v + stage)
             count += t1 - t0
 
             for i in cutlass.range_constexpr(2):
@@ -374,7 +431,6 @@ class VerifyAttention:
                 row_max[i] = row_max[i] * log2_scale
             if const_expr(self.alternate):
                 self.merge(exchange, acc_o, o, row_max, row_sum, wg, local)
-            if const_expr(self.alternate):
                 if wg == 0:
                     self.store(
                         o, row_max, row_sum, out, partial, stats, head, row0, q_start, query_rows, slot, rank, row, column
@@ -383,6 +439,11 @@ class VerifyAttention:
                 self.store(
                     o, row_max, row_sum, out, partial, stats, head, row0, q_start, query_rows, slot, rank, row, column
                 )
+
+    @cute.jit
+    def release(self, empty: cute.Pointer) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
     def load_queries(
@@ -397,20 +458,23 @@ class VerifyAttention:
     ) -> None:
         """The CTA's query rows into shared memory, zeros past the end; 16 bytes at a time."""
         chunks = self.head_dim // 8
+        copies = self.rows * chunks // CONSUMERS
         s_rows = cute.tiled_divide(s_q, (1, 8))  # ((1, 8), 64, D/8, rows/64)
-        values = cute.make_rmem_tensor(8, self.dtype)
-        for i in cutlass.range_constexpr(self.rows * chunks // CONSUMERS):
+        values = cute.make_rmem_tensor(cute.make_layout((8, copies)), self.dtype)
+        values.fill(0.0)
+        c = thread % chunks
+        for i in cutlass.range_constexpr(copies):
             r = (i * CONSUMERS + thread) // chunks
-            c = thread % chunks
-            values.fill(0.0)
             if row0 + r < query_rows:
                 token = q_start + (row0 + r) // self.group
                 source = q[token, head * self.group + (row0 + r) % self.group, None]
-                cute.autovec_copy(cute.tiled_divide(source, (8,))[None, c], values)
-            cute.autovec_copy(values, s_rows[(0, None), r % 64, c, r // 64])
+                cute.autovec_copy(cute.tiled_divide(source, (8,))[None, c], values[None, i])
+        for i in cutlass.range_constexpr(copies):
+            r = (i * CONSUMERS + thread) // chunks
+            cute.autovec_copy(values[None, i], s_rows[(0, None), r % 64, c, r // 64])
 
     @cute.jit
-    def tile(
+    def next_tile(
         self,
         mma_qk: cute.TiledMma,
         mma_pv: cute.TiledMma,
@@ -418,90 +482,112 @@ class VerifyAttention:
         f_k: cute.Tensor,
         f_v: cute.Tensor,
         f_p: cute.Tensor,
-        acc_s: cute.Tensor,
         acc_o: cute.Tensor,
-        scores: cute.Tensor,
         o: cute.Tensor,
         row_max: cute.Tensor,
         row_sum: cute.Tensor,
+        keep: cute.Tensor,
         words: cute.Tensor,
         limits: cute.Tensor,
-        s_v: cute.Tensor,
         full_k: cute.Pointer,
         full_v: cute.Pointer,
         empty_k: cute.Pointer,
         empty_v: cute.Pointer,
         index: Int32,
         relative: Int32,
-        q_len: Int32,
         column: Int32,
-        local: Int32,
-        wg: Int32,
         log2_scale: Float32,
         cap_scale: Float32,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """One tile of keys. relative: its first key's index among the new tokens (negative in the context)."""
+        """Scores of one tile, while the probabilities of the tile before multiply its values."""
         stage, phase = index % self.stages, (index // self.stages) & 1
+        before = index - self.step
+        stage_v, phase_v = before % self.stages, (before // self.stages) & 1
         cute.arch.mbarrier_wait(full_k + stage, phase)
+        acc_s = mma_qk.make_fragment_C(mma_qk.partition_shape_C((64, self.tile_n)))
         multiply(mma_qk, acc_s, f_q, f_k[None, None, None, stage], accumulate=False)
+        cute.arch.mbarrier_wait(full_v + stage_v, phase_v)
+        multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage_v], accumulate=True)
+        warpgroup.wait_group(1)
+        self.release(empty_k + stage)
+        self.softmax(
+            acc_s, row_max, row_sum, keep, words, limits, relative, column, log2_scale, cap_scale, masked=masked
+        )
         warpgroup.wait_group(0)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty_k + stage)
+        self.release(empty_v + stage_v)
+        for b in cutlass.range_constexpr(self.head_dim // 8):
+            for i in cutlass.range_constexpr(2):
+                for a in cutlass.range_constexpr(2):
+                    o[a, i, b] = o[a, i, b] * keep[i]
+        self.round(acc_s, f_p)
 
+    @cute.jit
+    def round(self, acc_s: cute.Tensor, f_p: cute.Tensor) -> None:
+        """Probabilities to the input type. The C layout of wgmma is the A layout of the next product, in order."""
+        cute.make_tensor(f_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+
+    @cute.jit
+    def softmax(
+        self,
+        acc_s: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        keep: cute.Tensor,
+        words: cute.Tensor,
+        limits: cute.Tensor,
+        relative: Int32,
+        column: Int32,
+        log2_scale: Float32,
+        cap_scale: Float32,
+        masked: cutlass.Constexpr[bool],
+    ) -> None:
+        """Scores to probabilities against the running maximum; keep is what earlier results are multiplied by.
+
+        relative: the tile's first key as an index among the new tokens (negative in the context).
+        """
+        n = self.tile_n // 8
+        scores = cute.make_tensor(acc_s.iterator, cute.make_layout((2, 2, n)))  # (column, row, 8 columns)
         if const_expr(self.softcap):
             for j in cutlass.range_constexpr(cute.size(scores)):
                 scores[j] = cute.math.tanh(scores[j] * cap_scale, fastmath=True)
         if const_expr(masked):
-            for b in cutlass.range_constexpr(self.tile_n // 8):
-                for a in cutlass.range_constexpr(2):
-                    key = relative + column + 8 * b + a
-                    for i in cutlass.range_constexpr(2):
-                        if const_expr(self.mask == "tree"):
-                            bit = Int32((words[i] >> Int64(cutlass.max(key, 0) & 63)) & Int64(1))
-                            if key >= 0:
-                                if key >= q_len or bit == 0:
-                                    scores[a, i, b] = -Float32.inf
-                        else:
-                            if key >= limits[i]:
-                                scores[a, i, b] = -Float32.inf
-
+            for i in cutlass.range_constexpr(2):
+                if const_expr(self.mask == "tree"):
+                    for half in cutlass.range_constexpr(self.tile_n // 64):
+                        word = window(words[i], relative + 64 * half) >> column.to(Uint64)
+                        for b in cutlass.range_constexpr(8):
+                            for a in cutlass.range_constexpr(2):
+                                visible = (word & Uint64(1 << 8 * b + a)) != 0
+                                score = scores[a, i, 8 * half + b]
+                                scores[a, i, 8 * half + b] = score if visible else -Float32.inf
+                else:
+                    limit = limits[i] - relative - column
+                    for b in cutlass.range_constexpr(n):
+                        for a in cutlass.range_constexpr(2):
+                            scores[a, i, b] = scores[a, i, b] if 8 * b + a < limit else -Float32.inf
+        # Four chains each for the maximum and the sum: two warps on a scheduler do not hide one chain's latency.
+        chains = cute.make_rmem_tensor(4, Float32)
         for i in cutlass.range_constexpr(2):
-            top = row_max[i]
-            for b in cutlass.range_constexpr(self.tile_n // 8):
-                top = cute.arch.fmax(top, cute.arch.fmax(scores[0, i, b], scores[1, i, b]))
+            for b in cutlass.range_constexpr(n):
+                pair = cute.arch.fmax(scores[0, i, b], scores[1, i, b])
+                chains[b % 4] = pair if const_expr(b < 4) else cute.arch.fmax(chains[b % 4], pair)
+            top = cute.arch.fmax(cute.arch.fmax(chains[0], chains[1]), cute.arch.fmax(chains[2], chains[3]))
+            top = cute.arch.fmax(top, row_max[i])
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
             base = top * log2_scale
             if const_expr(masked):
                 if top == -Float32.inf:
                     base = Float32(0.0)
-            keep = cute.math.exp2(row_max[i] * log2_scale - base, fastmath=True)
+            keep[i] = cute.math.exp2(row_max[i] * log2_scale - base, fastmath=True)
             row_max[i] = top
-            total = row_sum[i] * keep
-            for b in cutlass.range_constexpr(self.tile_n // 8):
+            for b in cutlass.range_constexpr(n):
                 for a in cutlass.range_constexpr(2):
-                    p = cute.math.exp2(scores[a, i, b] * log2_scale - base, fastmath=True)
-                    scores[a, i, b] = p
-                    total += p
-            row_sum[i] = total
-            for b in cutlass.range_constexpr(self.head_dim // 8):
-                for a in cutlass.range_constexpr(2):
-                    o[a, i, b] = o[a, i, b] * keep
-        cute.make_tensor(f_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
-
-        cute.arch.mbarrier_wait(full_v + stage, phase)
-        if const_expr(masked):
-            # The last page's unused slots may hold anything, and 0 * NaN is NaN.
-            valid = q_len - relative
-            if valid < self.tile_n:
-                self.clear_tail(s_v, stage, valid, local)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=2 + wg, number_of_threads=WARPGROUP)
-        multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage], accumulate=True)
-        warpgroup.wait_group(0)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty_v + stage)
+                    scores[a, i, b] = cute.math.exp2(scores[a, i, b] * log2_scale - base, fastmath=True)
+                pair = scores[0, i, b] + scores[1, i, b]
+                chains[b % 4] = pair if const_expr(b < 4) else chains[b % 4] + pair
+            row_sum[i] = row_sum[i] * keep[i] + ((chains[0] + chains[1]) + (chains[2] + chains[3]))
 
     @cute.jit
     def clear_tail(self, s_v: cute.Tensor, stage: Int32, valid: Int32, local: Int32) -> None:
@@ -597,9 +683,7 @@ class VerifyAttention:
                         stats[index, r, 1] = row_sum[i]
 
     @cute.kernel
-    def combine(
-        self, segments: cute.Tensor, offsets: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, stats: cute.Tensor
-    ) -> None:
+    def combine(self, segments: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, stats: cute.Tensor) -> None:
         """Sums the partial results of each work that several units share; one warp a row.
 
         The work's second unit, whose first segment continues it, stands for it; CTAs of all other units end at once.
@@ -608,41 +692,52 @@ class VerifyAttention:
         unit, chunk, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         r = chunk * 8 + thread // 32
-        s, stop = offsets[unit], offsets[unit + 1]
-        if s == stop:
-            cute.arch.griddepcontrol_wait()
-        else:
-            head, row0, q_start, q_len = segments[s, 1], segments[s, 2], segments[s, 3], segments[s, 4]
-            first, last = segments[s, 9], segments[s, 10]
-            cute.arch.griddepcontrol_wait()
-            if segments[s, 6] > 0 and unit == first + 1 and row0 + r < q_len * self.group:
-                rank, local = r // self.rows, r % self.rows
-                parts = last - first + 1
-                # Part 0 began its work (odd slot), the others continue it (even slots).
-                top = -Float32.inf
-                for p in cutlass.range(lane, parts, 32, unroll=1):
-                    index = (2 * (first + p) + (1 if p == 0 else 0)) * self.blocks + rank
-                    top = cute.arch.fmax(top, stats[index, local, 0])
-                top = cute.arch.warp_reduction_max(top)
+        record = self.read_segment(segments, unit)
+        head, row0, q_start, query_rows = record[1], record[2], record[3], record[4] * self.group
+        first, last = record[9], record[10]
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if record[11] > 0 and record[6] > 0 and unit == first + 1 and row0 + r < query_rows:
+            rank, local = r // self.rows, r % self.rows
+            width = self.head_dim // 32
+            top, weights = -Float32.inf, Float32(0.0)
+            total = cute.make_rmem_tensor(width, Float32)
+            values = cute.make_rmem_tensor(cute.make_layout((width, BATCH)), Float32)
+            stat = cute.make_rmem_tensor(cute.make_layout((2, BATCH)), Float32)
+            total.fill(0.0)
+            parts = last - first + 1
+            for start in cutlass.range(0, parts, BATCH, unroll=1):
+                for j in cutlass.range_constexpr(BATCH):
+                    p = cutlass.min(start + j, parts - 1)
+                    # Part 0 began its work (odd slot), the others continue it (even slots).
+                    odd = Int32(1) if p == 0 else Int32(0)
+                    index = (2 * (first + p) + odd) * self.blocks + rank
+                    cute.autovec_copy(stats[index, local, None], stat[None, j])
+                    cute.autovec_copy(
+                        cute.tiled_divide(partial[index, local, None], (width,))[None, lane], values[None, j]
+                    )
+                before = top
+                for j in cutlass.range_constexpr(BATCH):
+                    if start + j >= parts:
+                        stat[0, j] = -Float32.inf
+                    top = cute.arch.fmax(top, stat[0, j])
+                base = top
                 if top == -Float32.inf:
-                    top = Float32(0.0)
-                width = self.head_dim // 32
-                total = cute.make_rmem_tensor(width, Float32)
-                values = cute.make_rmem_tensor(width, Float32)
-                total.fill(0.0)
-                weights = Float32(0.0)
-                for p in cutlass.range(parts, unroll=4):
-                    index = (2 * (first + p) + (1 if p == 0 else 0)) * self.blocks + rank
-                    weight = cute.math.exp2(stats[index, local, 0] - top, fastmath=True)
-                    weights += weight * stats[index, local, 1]
-                    cute.autovec_copy(cute.tiled_divide(partial[index, local, None], (width,))[None, lane], values)
-                    for j in cutlass.range_constexpr(width):
-                        total[j] = total[j] + weight * values[j]
-                inverse = Float32(0.0)
-                if weights > 0.0:
-                    inverse = 1.0 / weights
-                result = cute.make_rmem_tensor(width, self.dtype)
-                for j in cutlass.range_constexpr(width):
-                    result[j] = (total[j] * inverse).to(self.dtype)
-                target = out[q_start + (row0 + r) // self.group, head * self.group + (row0 + r) % self.group, None]
-                cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, lane])
+                    base = Float32(0.0)
+                keep = cute.math.exp2(before - base, fastmath=True)
+                weights = weights * keep
+                for i in cutlass.range_constexpr(width):
+                    total[i] = total[i] * keep
+                for j in cutlass.range_constexpr(BATCH):
+                    weight = cute.math.exp2(stat[0, j] - base, fastmath=True)
+                    weights += weight * stat[1, j]
+                    for i in cutlass.range_constexpr(width):
+                        total[i] = total[i] + weight * values[i, j]
+            inverse = Float32(0.0)
+            if weights > 0.0:
+                inverse = 1.0 / weights
+            result = cute.make_rmem_tensor(width, self.dtype)
+            for i in cutlass.range_constexpr(width):
+                result[i] = (total[i] * inverse).to(self.dtype)
+            target = out[q_start + (row0 + r) // self.group, head * self.group + (row0 + r) % self.group, None]
+            cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, lane])
