@@ -65,6 +65,9 @@ class PassBatch:
                                     pattern of an unsigned word. None: causal chain, any number of tokens
     max_query_len    host int       upper bound of new tokens in one request
     max_kv_len       host int       upper bound of context + new tokens in one request
+    first_query      host int       the queries are their request's new tokens first_query, first_query + 1, ...: the
+                                    ones before are in the cache already (the same number for every request). Mask bits
+                                    and logical indices count all new tokens
     plan             filled by `ops.plan_attention`, once for all layers of the pass
     """
 
@@ -77,6 +80,7 @@ class PassBatch:
     ancestor_masks: Tensor | None
     max_query_len: int
     max_kv_len: int
+    first_query: int = 0
     plan: Any = None
 
     @property

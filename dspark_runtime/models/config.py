@@ -1,0 +1,228 @@
+"""The shape of a target model, from any of the places that state it. No torch here.
+
+Whatever a checkpoint asks for and the decoder does not do is refused by name; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspark_runtime.errors import ConfigError
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+
+
+class Rope(BaseModel):
+    """Rotary embedding: theta and, for llama3 and yarn, their parameters under transformers' names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_type: Literal["default", "llama3", "yarn"] = "default"
+    factor: float | None = Field(default=None, ge=1)
+    original_max_position_embeddings: int | None = Field(default=None, ge=1)
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @model_validator(mode="after")
+    def _complete(self) -> Rope:
+        needs = {
+            "default": (),
+            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("factor",),
+        }[self.rope_type]
+        for name in needs:
+            if getattr(self, name) is None:
+                raise ValueError(f"{name}: missing, rope_type {self.rope_type} needs it")
+        return self
+
+
+class ModelConfig(BaseModel):
+    """Architecture of a Llama, Qwen3 or Qwen3-MoE model, under the names of its config.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: Literal["llama", "qwen3", "qwen3_moe"]
+    vocab_size: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2)
+    rms_norm_eps: float = Field(gt=0)
+    max_position_embeddings: int = Field(ge=1)
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    rope: Rope = Rope()
+    eos_token_ids: tuple[int, ...] = ()
+    num_experts: int = Field(default=0, ge=0)
+    num_experts_per_tok: int = Field(default=0, ge=0)
+    moe_intermediate_size: int = Field(default=0, ge=0)
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = Field(default=1, ge=1)
+    mlp_only_layers: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ModelConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads: found {self.num_key_value_heads}, "
+                f"allowed: divisors of num_attention_heads ({self.num_attention_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: found {self.head_dim}, allowed: even numbers")
+        if self.architecture == "qwen3_moe":
+            for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+                if getattr(self, name) < 1:
+                    raise ValueError(f"{name}: found {getattr(self, name)}, allowed: 1 or more for qwen3_moe")
+            if self.num_experts_per_tok > self.num_experts:
+                raise ValueError(
+                    f"num_experts_per_tok: found {self.num_experts_per_tok}, allowed: at most num_experts ({self.num_experts})"
+                )
+        return self
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture != "llama"
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer has routed experts in place of a dense MLP."""
+        if self.architecture != "qwen3_moe" or layer in self.mlp_only_layers:
+            return False
+        return (layer + 1) % self.decoder_sparse_step == 0
+
+
+def checked(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """A ModelConfig, or a ConfigError of one line that names `where` and the field."""
+    try:
+        return ModelConfig.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "missing"
+        elif first["type"] == "extra_forbidden":
+            message = "unknown field"
+        elif first["type"] != "value_error":
+            message = f"found {first['input']!r}, allowed: {message[0].lower()}{message[1:]}"
+        raise ConfigError(": ".join(part for part in (where, field, message) if part)) from None
+
+
+def _refuse(found: Any, unsupported: bool, field: str, where: str, allowed: str) -> None:
+    if unsupported:
+        raise ConfigError(f"{where}: {field}: found {found!r}, allowed: {allowed}")
+
+
+def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
+    """From a checkpoint's config.json (transformers 4 and 5 spellings)."""
+    names = config.get("architectures") or []
+    known = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
+    _refuse(names, not known, "architectures", where, ", ".join(ARCHITECTURES))
+    act = config.get("hidden_act", "silu")
+    _refuse(act, act not in ("silu", "swish"), "hidden_act", where, "silu")
+    for field in ("use_sliding_window", "mlp_bias"):
+        _refuse(config.get(field), bool(config.get(field)), field, where, "false")
+    layer_types = config.get("layer_types") or []
+    _refuse(layer_types, set(layer_types) - {"full_attention"}, "layer_types", where, "full_attention")
+    partial = config.get("partial_rotary_factor", 1.0)
+    _refuse(partial, partial != 1.0, "partial_rotary_factor", where, "1.0")
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+    _refuse(method, quantized is not None, "quantization_config", where, "none (16- or 32-bit weights)")
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    eos = config.get("eos_token_id")
+    heads = config.get("num_attention_heads")
+    values: dict[str, Any] = {
+        "architecture": known[0],
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (config["hidden_size"] // heads if heads else None),
+        "rope": {k: v for k, v in rope.items() if v is not None},
+        "eos_token_ids": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+    }
+    if known[0] == "qwen3_moe":
+        values["num_experts"] = config.get("num_experts") or config.get("num_local_experts") or 0  # transformers 5 saves the latter
+        values |= {
+            name: config.get(name)
+            for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+            if config.get(name) is not None
+        }
+        values["decoder_sparse_step"] = config.get("decoder_sparse_step") or 1
+        values["mlp_only_layers"] = tuple(config.get("mlp_only_layers") or ())
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        "attention_bias",
+    ):
+        if config.get(name) is not None:
+            values[name] = config[name]
+    return checked(values, where)
+
+
+def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, where: str) -> ModelConfig:
+    """From a GGUF file's metadata. vocab_size: rows of its embedding; tied: it has no output matrix."""
+    arch = metadata.get("general.architecture")
+    names = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+    _refuse(arch, arch not in names, "general.architecture", where, ", ".join(names))
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{key}", default)
+        return float(f"{value:.7g}") if isinstance(value, float) else value  # stored in 32 bits: 1e-05, not 9.99999974e-06
+
+    scaling = get("rope.scaling.type", "none")
+    _refuse(scaling, scaling not in ("none", "yarn"), "rope.scaling.type", where, "none, yarn")
+    rope = {"rope_theta": get("rope.freq_base", 10000.0)}
+    if scaling == "yarn":
+        rope |= {
+            "rope_type": "yarn",
+            "factor": get("rope.scaling.factor"),
+            "original_max_position_embeddings": get("rope.scaling.original_context_length"),
+        }
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    eos = metadata.get("tokenizer.ggml.eos_token_id")
+    values = {
+        "architecture": names[arch],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv", heads),
+        "head_dim": get("attention.key_length") or (hidden // heads if hidden and heads else None),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": get("context_length"),
+        "tie_word_embeddings": tied,
+        "rope": rope,
+        "eos_token_ids": () if eos is None else (eos,),
+    }
+    if arch == "qwen3moe":
+        values |= {
+            "num_experts": get("expert_count"),
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": get("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
+    return checked({k: v for k, v in values.items() if v is not None}, where)

