@@ -49,7 +49,7 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """Operations that this machine runs faster than the torch reference; empty where there are none."""
     if not _state()[0]:
         return {}
-    from verify_kernels.cpu import attention, elementwise, linear
+    from verify_kernels.cpu import attention, elementwise, linear, moe
 
     table: dict[str, Callable[..., Any]] = {
         "rms_norm": elementwise.rms_norm,
@@ -60,5 +60,10 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "paged_tree_attention": attention.paged_tree_attention,
     }
     if not has_bf16_instructions():
-        table |= {"linear": linear.linear, "logits": linear.logits, "greedy_logits": linear.greedy_logits}
+        table |= {
+            "linear": linear.linear,
+            "logits": linear.logits,
+            "greedy_logits": linear.greedy_logits,
+            "moe_experts": moe.moe_experts,
+        }
     return table

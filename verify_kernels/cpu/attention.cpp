@@ -20,6 +20,7 @@ struct Batch {  // filled by verify_kernels/cpu/attention.py: same order there
     int64_t requests, tokens, table_width, table_stride;
     int64_t full;             // 1: every new token sees every new token
     int64_t window;           // 0: none
+    int64_t first_query;      // new tokens of each request that are in the cache already
 };
 
 template <class E>
@@ -43,8 +44,9 @@ struct Attention {
 
     Task task(size_t request, size_t local, size_t tokens, size_t head) const {
         size_t start = size_t(b.offsets[request]), count = size_t(b.offsets[request + 1]) - start;
-        Task t{start + local, tokens, local, request, head, 0, 0, size_t(b.context[request]), nullptr, nullptr, 0};
-        t.end = t.context + (b.masks || b.full ? count : local + tokens);
+        size_t before = size_t(b.first_query);
+        Task t{start + local, tokens, before + local, request, head, 0, 0, size_t(b.context[request]), nullptr, nullptr, 0};
+        t.end = t.context + before + (b.masks || b.full ? count : local + tokens);
         t.end = std::min(t.end, size_t(b.table_width) * page_size);
         if (b.window) {
             int64_t low = b.positions[t.first];
@@ -58,7 +60,11 @@ struct Attention {
     bool sees(const Task& t, size_t i, size_t key) const {  // token i of the task
         if (key >= t.context) {
             size_t j = key - t.context;
-            if (b.masks ? !(b.masks[t.first + i] >> std::min<size_t>(j, 63) & 1) : !b.full && j > t.local + i) return false;
+            if (b.masks) {
+                if (!(b.masks[t.first + i] >> std::min<size_t>(j, 63) & 1)) return false;
+            } else if (!b.full && j > t.local + i) {
+                return false;
+            }
         }
         if (b.window) {
             int64_t at = key < t.context ? int64_t(key) : b.positions[b.offsets[t.request] + key - t.context];
@@ -243,7 +249,7 @@ void attend(const Attention<E>& a, int threads) {
         floats += a.rows(t) * (dp + t.stride);
         work += a.rows(t) * t.stride * a.dim;
     });
-    if (work < 100000) threads = 1;
+    if (work < 300000) threads = 1;  // waking the others takes longer
     std::atomic<size_t> next{0};
     if (threads == 1 || total >= size_t(threads) * 4) {  // a task per thread
         on_threads(threads, [&] {
@@ -303,7 +309,7 @@ int run(const Batch& b, const void* q, const void* k, const void* v, void* out, 
     for (int64_t r = 0; r < b.requests; r++) {
         if (b.offsets[r + 1] < b.offsets[r] || b.offsets[r + 1] > b.tokens || b.context[r] < 0) return 1;
         if (b.offsets[r + 1] == b.offsets[r]) continue;  // a request without new tokens is not read
-        int64_t keys = int64_t(b.context[r]) + b.offsets[r + 1] - b.offsets[r];
+        int64_t keys = int64_t(b.context[r]) + b.first_query + b.offsets[r + 1] - b.offsets[r];
         int64_t used = std::min<int64_t>((keys + int64_t(page_size) - 1) / int64_t(page_size), b.table_width);
         for (int64_t i = 0; i < used; i++) {
             int32_t page = b.table[r * b.table_stride + i];

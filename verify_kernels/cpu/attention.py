@@ -1,8 +1,9 @@
 """Tree attention that reads the paged cache in place, for bfloat16 and float32.
 
-Each key and value is widened once for all query heads and all new tokens that share it. A token's output depends on its
-query and on the keys it sees, in order, and on nothing else: it is bit for bit the same in plain decoding and in a tree,
-for any number of threads.
+Each key and value is widened once for the up to 96 query rows (heads and new tokens) that share it. A token's output
+depends on its query and on the keys it sees, in order, and on nothing else: it is bit for bit the same in plain decoding
+and in a tree, alone and in a batch, for any number of threads. Long causal passes (prefill) run here too: that is faster
+than torch's own attention on processors without bfloat16 instructions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MASKS = ("tree", "causal", "full")
 class _Batch(ctypes.Structure):  # `struct Batch` of attention.cpp
     _fields_ = [(name, ctypes.c_void_p) for name in ("offsets", "context", "table", "positions", "masks")] + [
         (name, ctypes.c_int64)
-        for name in ("requests", "tokens", "table_width", "table_stride", "full", "window")
+        for name in ("requests", "tokens", "table_width", "table_stride", "full", "window", "first_query")
     ]  # fmt: skip
 
 
@@ -40,9 +41,11 @@ class AttentionPlan:
 
 
 def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> AttentionPlan:
-    """See `verify_kernels.reference.attention.plan_attention`. The kernel reads the batch's own tensors: no index work."""
+    """See `verify_kernels.reference.attention.plan_attention`. The kernel reads the batch's own tensors."""
     if mask not in _MASKS:
         raise ValueError(f"mask: found {mask!r}, allowed: {', '.join(_MASKS)}")
+    if window and batch.first_query:
+        raise ValueError(f"window: found {window} with first_query {batch.first_query}, allowed: one of the two")
     masks = batch.ancestor_masks if mask == "tree" else None
     if masks is not None and batch.max_query_len > 64:
         raise ValueError(f"max_query_len: found {batch.max_query_len} with ancestor masks, allowed: at most 64")
@@ -51,14 +54,14 @@ def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", wind
     masks = None if masks is None else masks.long().contiguous()
     if offsets.numel() != context.numel() + 1 or table.shape[0] != context.numel():
         raise ValueError(
-            f"batch: found {context.numel()} context lengths, {offsets.numel()} offsets and {table.shape[0]} rows of the "
-            "page table, allowed: R, R + 1 and R"
+            f"batch: found {context.numel()} context lengths, {offsets.numel()} offsets and {table.shape[0]} rows of "
+            "the page table, allowed: R, R + 1 and R"
         )
     width = min(-(-batch.max_kv_len // page_size), table.shape[1])
     struct = _Batch(
         offsets.data_ptr(), context.data_ptr(), table.data_ptr(), positions.data_ptr(),
         None if masks is None else masks.data_ptr(), context.numel(), batch.num_tokens, width, table.shape[1],
-        mask == "full", window,
+        mask == "full", window, batch.first_query,
     )  # fmt: skip
     return AttentionPlan(ctypes.addressof(struct), struct, (offsets, context, table, positions, masks), mask, window)
 
@@ -98,7 +101,7 @@ def paged_tree_attention(
     if q.stride(2) != 1 or q.stride(1) != dim:
         q = q.contiguous()
     k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
-    out = q.new_empty((n, heads, dim))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     failed = library().dspark_attention(
         _HALF[q.dtype], plan.address, q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), out.data_ptr(),
         q.stride(0), heads, kv_heads, dim, pages, page_size, scale, softcap, torch.get_num_threads(),

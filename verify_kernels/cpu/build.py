@@ -75,10 +75,10 @@ def _built() -> Path:
     compiler = _compiler()
     here = Path(__file__).parent
     try:
-        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+        asked = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{compiler[0]} --version failed: {error}") from error
-    key = hashlib.sha256("\0".join([*compiler, version, *FLAGS, _cpu(), torch.__version__]).encode())
+    key = hashlib.sha256("\0".join([*compiler, asked.stdout, *FLAGS, _cpu(), torch.__version__]).encode())
     for name in ("simd.cpp", *SOURCES):
         key.update((here / name).read_bytes())
     target = cache_folder() / f"{key.hexdigest()[:24]}.so"
@@ -92,8 +92,8 @@ def _built() -> Path:
             command = [*compiler, *FLAGS, *(str(here / name) for name in SOURCES), "-o", str(output)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-                raise BuildError(f"{compiler[0]} failed: {lines[0].strip()}")
+                lines = [line.strip() for line in done.stderr.splitlines() if "error" in line]
+                raise BuildError(f"{compiler[0]} failed: {(lines or [f'exit code {done.returncode}'])[0]}")
             os.replace(output, target)
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"kernels could not be compiled into {target.parent}: {error}") from error

@@ -128,7 +128,8 @@ EXPORT void dspark_rms_norm(int half_width, const void* x, size_t x_stride, cons
 
 EXPORT void dspark_add_rms_norm(int half_width, const void* x, const void* residual, const void* weight, void* out,
                                 void* sum, size_t rows, size_t h, float eps) {
-    half_width ? add_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)out, (bf16*)sum, rows, h, eps)
+    half_width ? add_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)out, (bf16*)sum, rows, h,
+                          eps)
                : add_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)out, (float*)sum, rows,
                           h, eps);
 }

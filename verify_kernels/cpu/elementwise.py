@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     stride = x.stride(0) if x.dim() == 2 else h
-    out = x.new_empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     library().dspark_rms_norm(
         _HALF[x.dtype], x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), x.numel() // h, h, eps
     )
@@ -45,7 +45,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if not _ours(x, residual, weight) or x.shape != residual.shape or weight.shape != (h,):
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    out, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    out, total = torch.empty_like(x), torch.empty_like(x)
     library().dspark_add_rms_norm(
         _HALF[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
         x.numel() // h, h, eps,
@@ -96,7 +96,7 @@ def append_kv(
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == dim else t.contiguous() for t in (q, k, v))
     norms = tuple(t.contiguous() for t in norms)
     slots, positions = batch.slot_mapping.contiguous(), batch.positions.contiguous()
-    out = q.new_empty((n, heads, dim))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     failed = library().dspark_append_kv(
         _HALF[q.dtype], q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
         out.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr(), slots.data_ptr(), positions.data_ptr(),

@@ -82,8 +82,8 @@ INLINE void group(const E* w, size_t w_stride, const E* tail, const float* x, si
     }
 }
 
-// sums[t, r] of the eight weight rows at w. Weights go from memory straight into the multipliers; while the first tokens
-// meet a block, the next block is fetched.
+// sums[t, r] of the eight weight rows at w. Weights go from memory straight into the multipliers; while the first
+// tokens meet a block, the next block is fetched.
 template <class E>
 void block(const E* w, size_t w_stride, const float* x, size_t x_stride, size_t tokens, size_t k, vf* saved,
            float* sums) {
@@ -126,7 +126,7 @@ template <class E, class Make, class Done>
 void product(const Problem& p, int threads, Make make, Done done) {
     const E *w = static_cast<const E*>(p.w), *x = static_cast<const E*>(p.x);
     size_t blocks = (p.n + ROWS - 1) / ROWS, spans = (p.tokens + TOKENS - 1) / TOKENS, kp = padded(p.k);
-    if (double(p.n) * p.k * p.tokens < 32768) threads = 1;
+    if (double(p.n) * p.k * p.tokens < 100000) threads = 1;  // waking the others takes longer
     // Small pieces even out cores that others use too; each is still a few pages of weights in a row.
     size_t piece = std::max<size_t>(1, std::min<size_t>(64, blocks / (size_t(threads) * 6)));
     size_t pieces = (blocks + piece - 1) / piece;
@@ -200,7 +200,8 @@ void greedy(const Problem& p, int64_t* ids, float* best, int threads) {
                 if (s.ids[t] == std::numeric_limits<int64_t>::max()) continue;
                 bool nan = s.best[t] != s.best[t], held = best[t] != best[t];
                 bool tie = nan ? held : s.best[t] == best[t];
-                if (tie ? s.ids[t] < ids[t] : nan || (!held && s.best[t] > best[t])) best[t] = s.best[t], ids[t] = s.ids[t];
+                bool better = tie ? s.ids[t] < ids[t] : nan || (!held && s.best[t] > best[t]);
+                if (better) best[t] = s.best[t], ids[t] = s.ids[t];
             }
             lock.clear(std::memory_order_release);
         });

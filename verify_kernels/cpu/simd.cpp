@@ -1,8 +1,8 @@
 // Vectors, bfloat16 and threads: included by every kernel.
 //
-// One rule runs through all kernels: a number depends on the values it is made of and on nothing else. Every dot product
-// is summed in the same order whatever else shares the call, so a token's result is bit for bit the same alone, in a
-// draft tree and in a batch, on one thread and on many.
+// One rule runs through all kernels: a number depends on the values it is made of and on nothing else. Every dot
+// product is summed in the same order whatever else shares the call, so a token's result is bit for bit the same alone,
+// in a draft tree and in a batch, on one thread and on many.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ typedef float vf __attribute__((vector_size(VL * 4)));
 typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 
-// f(0), f(1), ... with constant arguments: arrays indexed by them are registers, whatever the optimiser thinks of loops.
+// f(0), f(1), ... with constant arguments: arrays indexed by them live in registers, whatever becomes of loops.
 template <class F, int... I>
 INLINE void unrolled(std::integer_sequence<int, I...>, F f) {
     (f(std::integral_constant<int, I>{}), ...);
