@@ -29,7 +29,8 @@ CONSUMERS = 2 * WARPGROUP
 THREADS = CONSUMERS + WARPGROUP
 LOG2_E = 1.4426950408889634
 MASKS = ("tree", "causal", "full")
-BATCH = 12  # partial results that a row of `combine` reads at once
+COMBINE_THREADS = 256
+COMBINE_ROWS = 32  # rows for which `combine` starts a CTA
 
 
 @cute.jit
@@ -156,7 +157,10 @@ class VerifyAttention:
             grid=[units * self.blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         self.combine(segments, out, partial, stats).launch(
-            grid=[units, self.blocks * self.rows // 8, 1], block=[256, 1, 1], stream=stream, use_pdl=True
+            grid=[units, self.blocks * self.rows // COMBINE_ROWS, 1],
+            block=[COMBINE_THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -341,6 +345,9 @@ class VerifyAttention:
         segment_count, rest = record[11], record[12]
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(not self.alternate):
+            if wg == 1:
+                cute.arch.barrier_arrive(barrier_id=4, number_of_threads=CONSUMERS)
         count = Int32(0)
         for n in cutlass.range(segment_count, unroll=1):
             if n > 0:
@@ -398,13 +405,13 @@ class VerifyAttention:
                 for t in cutlass.range(second, middle, self.step, unroll=1):
                     self.next_tile(
                         mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words,
-                        limits, full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context,
+                        limits, full_k, full_v, empty_k, empty_v, wg, count + t - t0, t * self.tile_n - context,
                         column, log2_scale, cap_scale, masked=False,
                     )
                 for t in cutlass.range(middle, t1, self.step, unroll=1):
                     self.next_tile(
                         mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words,
-                        limits, full_k, full_v, empty_k, empty_v, count + t - t0, t * self.tile_n - context,
+                        limits, full_k, full_v, empty_k, empty_v, wg, count + t - t0, t * self.tile_n - context,
                         column, log2_scale, cap_scale, masked=True,
                     )
 
@@ -493,6 +500,7 @@ class VerifyAttention:
         full_v: cute.Pointer,
         empty_k: cute.Pointer,
         empty_v: cute.Pointer,
+        wg: Int32,
         index: Int32,
         relative: Int32,
         column: Int32,
@@ -506,9 +514,14 @@ class VerifyAttention:
         stage_v, phase_v = before % self.stages, (before // self.stages) & 1
         cute.arch.mbarrier_wait(full_k + stage, phase)
         acc_s = mma_qk.make_fragment_C(mma_qk.partition_shape_C((64, self.tile_n)))
+        if const_expr(not self.alternate):
+            # Warpgroups take turns at the matrix units, so that one's softmax runs beside the other's products.
+            cute.arch.barrier(barrier_id=4 + wg, number_of_threads=CONSUMERS)
         multiply(mma_qk, acc_s, f_q, f_k[None, None, None, stage], accumulate=False)
         cute.arch.mbarrier_wait(full_v + stage_v, phase_v)
         multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage_v], accumulate=True)
+        if const_expr(not self.alternate):
+            cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=CONSUMERS)
         warpgroup.wait_group(1)
         self.release(empty_k + stage)
         self.softmax(
@@ -516,10 +529,12 @@ class VerifyAttention:
         )
         warpgroup.wait_group(0)
         self.release(empty_v + stage_v)
-        for b in cutlass.range_constexpr(self.head_dim // 8):
-            for i in cutlass.range_constexpr(2):
-                for a in cutlass.range_constexpr(2):
-                    o[a, i, b] = o[a, i, b] * keep[i]
+        # The maximum seldom rises once a few tiles are in.
+        if cute.arch.vote_any_sync(keep[0] < 1.0 or keep[1] < 1.0):
+            for b in cutlass.range_constexpr(self.head_dim // 8):
+                for i in cutlass.range_constexpr(2):
+                    for a in cutlass.range_constexpr(2):
+                        o[a, i, b] = o[a, i, b] * keep[i]
         self.round(acc_s, f_p)
 
     @cute.jit
@@ -684,60 +699,94 @@ class VerifyAttention:
 
     @cute.kernel
     def combine(self, segments: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, stats: cute.Tensor) -> None:
-        """Sums the partial results of each work that several units share; one warp a row.
+        """Sums the partial results of each work that several units share.
 
-        The work's second unit, whose first segment continues it, stands for it; CTAs of all other units end at once.
+        Every unit whose first segment continues a work takes an equal share of the work's rows; a warp holds a row. Few
+        parts: four rows at once; many parts: one row, many parts at once. So that every read is in flight together.
         """
         thread, _, _ = cute.arch.thread_idx()
         unit, chunk, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
-        r = chunk * 8 + thread // 32
         record = self.read_segment(segments, unit)
-        head, row0, q_start, query_rows = record[1], record[2], record[3], record[4] * self.group
-        first, last = record[9], record[10]
+        row0, query_rows, first, last = record[2], record[4] * self.group, record[9], record[10]
+        parts = last - first + 1
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if record[11] > 0 and record[6] > 0 and unit == first + 1 and row0 + r < query_rows:
-            rank, local = r // self.rows, r % self.rows
-            width = self.head_dim // 32
-            top, weights = -Float32.inf, Float32(0.0)
-            total = cute.make_rmem_tensor(width, Float32)
-            values = cute.make_rmem_tensor(cute.make_layout((width, BATCH)), Float32)
-            stat = cute.make_rmem_tensor(cute.make_layout((2, BATCH)), Float32)
-            total.fill(0.0)
-            parts = last - first + 1
-            for start in cutlass.range(0, parts, BATCH, unroll=1):
-                for j in cutlass.range_constexpr(BATCH):
-                    p = cutlass.min(start + j, parts - 1)
+        if record[11] > 0 and record[6] > 0:
+            chunks = self.blocks * self.rows // COMBINE_ROWS
+            warps = COMBINE_THREADS // 32
+            # Warps of this work, and rows: warp w takes rows w, w + all, w + 2 all, …
+            every = (parts - 1) * chunks * warps
+            start = ((unit - first - 1) * chunks + chunk) * warps + cute.arch.make_warp_uniform(thread // 32)
+            rows = cutlass.min(query_rows - row0, self.blocks * self.rows)
+            if parts <= 4:
+                for r in cutlass.range(start, rows, every * 4, unroll=1):
+                    self.combine_rows(record, out, partial, stats, r, every, rows, parts, 4, 4)
+            else:
+                for r in cutlass.range(start, rows, every, unroll=1):
+                    self.combine_rows(record, out, partial, stats, r, every, rows, parts, 1, 16)
+
+    @cute.jit
+    def combine_rows(
+        self,
+        record: cute.Tensor,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        stats: cute.Tensor,
+        start: Int32,
+        stride: Int32,
+        rows: Int32,
+        parts: Int32,
+        rows_at_once: cutlass.Constexpr[int],
+        parts_at_once: cutlass.Constexpr[int],
+    ) -> None:
+        """Rows start, start + stride, … of a work."""
+        lane = cute.arch.lane_idx()
+        head, row0, q_start, first = record[1], record[2], record[3], record[9]
+        width = self.head_dim // 32
+        shape = (width, parts_at_once, rows_at_once)
+        values = cute.make_rmem_tensor(cute.make_layout(shape), Float32)
+        stat = cute.make_rmem_tensor(cute.make_layout((2, parts_at_once, rows_at_once)), Float32)
+        total = cute.make_rmem_tensor(cute.make_layout((width, rows_at_once)), Float32)
+        top = cute.make_rmem_tensor(rows_at_once, Float32)
+        weights = cute.make_rmem_tensor(rows_at_once, Float32)
+        total.fill(0.0)
+        weights.fill(0.0)
+        top.fill(-Float32.inf)
+        for begin in cutlass.range(0, parts, parts_at_once, unroll=1):
+            for k in cutlass.range_constexpr(rows_at_once):
+                r = cutlass.min(start + k * stride, rows - 1)
+                for j in cutlass.range_constexpr(parts_at_once):
+                    p = cutlass.min(begin + j, parts - 1)
                     # Part 0 began its work (odd slot), the others continue it (even slots).
                     odd = Int32(1) if p == 0 else Int32(0)
-                    index = (2 * (first + p) + odd) * self.blocks + rank
-                    cute.autovec_copy(stats[index, local, None], stat[None, j])
+                    index = (2 * (first + p) + odd) * self.blocks + r // self.rows
+                    cute.autovec_copy(stats[index, r % self.rows, None], stat[None, j, k])
                     cute.autovec_copy(
-                        cute.tiled_divide(partial[index, local, None], (width,))[None, lane], values[None, j]
+                        cute.tiled_divide(partial[index, r % self.rows, None], (width,))[None, lane], values[None, j, k]
                     )
-                before = top
-                for j in cutlass.range_constexpr(BATCH):
-                    if start + j >= parts:
-                        stat[0, j] = -Float32.inf
-                    top = cute.arch.fmax(top, stat[0, j])
-                base = top
-                if top == -Float32.inf:
-                    base = Float32(0.0)
+            for k in cutlass.range_constexpr(rows_at_once):
+                before = top[k]
+                for j in cutlass.range_constexpr(parts_at_once):
+                    stat[0, j, k] = stat[0, j, k] if begin + j < parts else -Float32.inf
+                    top[k] = cute.arch.fmax(top[k], stat[0, j, k])
+                base = top[k] if top[k] != -Float32.inf else Float32(0.0)
                 keep = cute.math.exp2(before - base, fastmath=True)
-                weights = weights * keep
+                weights[k] = weights[k] * keep
                 for i in cutlass.range_constexpr(width):
-                    total[i] = total[i] * keep
-                for j in cutlass.range_constexpr(BATCH):
-                    weight = cute.math.exp2(stat[0, j] - base, fastmath=True)
-                    weights += weight * stat[1, j]
+                    total[i, k] = total[i, k] * keep
+                for j in cutlass.range_constexpr(parts_at_once):
+                    weight = cute.math.exp2(stat[0, j, k] - base, fastmath=True)
+                    weights[k] = weights[k] + weight * stat[1, j, k]
                     for i in cutlass.range_constexpr(width):
-                        total[i] = total[i] + weight * values[i, j]
-            inverse = Float32(0.0)
-            if weights > 0.0:
-                inverse = 1.0 / weights
-            result = cute.make_rmem_tensor(width, self.dtype)
-            for i in cutlass.range_constexpr(width):
-                result[i] = (total[i] * inverse).to(self.dtype)
-            target = out[q_start + (row0 + r) // self.group, head * self.group + (row0 + r) % self.group, None]
-            cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, lane])
+                        total[i, k] = total[i, k] + weight * values[i, j, k]
+        result = cute.make_rmem_tensor(width, self.dtype)
+        for k in cutlass.range_constexpr(rows_at_once):
+            r = start + k * stride
+            if r < rows:
+                inverse = Float32(0.0)
+                if weights[k] > 0.0:
+                    inverse = 1.0 / weights[k]
+                for i in cutlass.range_constexpr(width):
+                    result[i] = (total[i, k] * inverse).to(self.dtype)
+                target = out[q_start + (row0 + r) // self.group, head * self.group + (row0 + r) % self.group, None]
+                cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, lane])
