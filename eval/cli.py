@@ -58,10 +58,11 @@ def recipe(file: Path | None, flags: dict[str, object]) -> BenchConfig:
     flags = {name: value for name, value in flags.items() if value is not None}
     base: dict[str, object] = {}
     if file is not None or not flags:
-        from eval.recipes import DEFAULT, read_recipe
+        from dspark_runtime.configs import read_yaml
+        from eval.recipes import DEFAULT
 
         file = file or DEFAULT
-        base = read_recipe(file)
+        base = read_yaml(file)
         bench_config(base, str(file))
     for name in flags:
         for other in _REPLACES.get(name, ()):

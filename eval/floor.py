@@ -62,7 +62,8 @@ def floor_ms(ceilings: Ceilings, passes: list[tuple[ModelCost, float, float]]) -
 
 
 def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(path, tensor) of every distinct floating-point tensor that a model holds in attributes, lists or dictionaries."""
+    """(path, tensor) of every distinct floating-point tensor that a model holds in public attributes, lists or
+    dictionaries; private ones are tables and buffers."""
     seen: set[int] = set()
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -81,6 +82,8 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(getattr(value, "__get__", None)):
             seen.add(id(value))
             for key, item in vars(value).items():
+                if key.startswith("_"):
+                    continue
                 yield from walk(f"{path}.{key}" if path else key, item)
 
     storages: set[int] = set()
@@ -98,7 +101,7 @@ def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
     per_token = next(
         (getattr(config, name) for name in ("num_experts_per_tok", "experts_per_token") if getattr(config, name, None)), 0
     )
-    found = [(path, w) for path, w in weights(model) if w.dim() in (2, 3) and "rope" not in path]
+    found = [(path, w) for path, w in weights(model) if w.dim() in (2, 3)]
     untied = any("lm_head" in path for path, _ in found)
     for path, w in found:
         if untied and "embed" in path:

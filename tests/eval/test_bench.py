@@ -16,7 +16,7 @@ from eval.bench import Point, Repeat, acceptance_numbers, finish_row, plan, samp
 from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
 from eval.prompts import encode, load_prompts, random_ids
 from eval.schema import bench_config
-from rows import row
+from tests.eval.rows import row
 
 
 def step(emitted: dict[int, int], drafted: int, ms: float, verify: float | None = None) -> StepRecord:

@@ -13,7 +13,7 @@ from dspark_runtime.errors import ConfigError
 from eval import report
 from eval.compare import beyond_spread, compare
 from eval.schema import BenchRow, Spread, load_run
-from rows import environment, row, run
+from tests.eval.rows import environment, row, run
 
 ROOT = Path(report.__file__).resolve().parent.parent
 
