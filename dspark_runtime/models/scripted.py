@@ -57,7 +57,7 @@ class ScriptedModel:
                 mask = (2 << own) - 1 if batch.ancestor_masks is None else int(batch.ancestor_masks[row])
                 seen = ids[:context] + [ids[context + j] for j in range(fresh) if mask >> j & 1]
                 position = int(batch.positions[row])
-                if position != len(seen) - 1:
+                if position != min(len(seen), self.max_model_len) - 1:
                     raise AssertionError(f"token {row} sees {len(seen)} tokens but has position {position}")
                 rows.append(self.next_logits(tuple(map(int, seen))))
         features = None

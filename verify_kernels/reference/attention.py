@@ -24,12 +24,15 @@ class AttentionPlan:
 
 def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> AttentionPlan:
     """Index work that is the same for all layers. See `paged_tree_attention` for the meaning of mask and window."""
+    if window and batch.first_query:
+        raise ValueError(f"window: found {window} with first_query {batch.first_query}, allowed: one of the two")
     device = batch.context_lens.device
     n, r, q = batch.num_tokens, batch.num_requests, batch.max_query_len
     width = min(-(-batch.max_kv_len // page_size), batch.page_table.shape[1])
     pages = batch.page_table[:, :width].long()
     keys = torch.arange(width * page_size, device=device)
     local = torch.arange(q, device=device)
+    own = batch.first_query + local  # index among the request's new tokens
 
     row_of = padded_of = None
     if n != r * q:
@@ -42,7 +45,7 @@ def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", wind
     context = batch.context_lens.long()[:, None, None]
     relative = keys - context  # [R, 1, L]: index among the request's new tokens, negative for the context
     counts = (batch.request_offsets[1:] - batch.request_offsets[:-1]).long()[:, None, None]
-    fresh = (relative >= 0) & (relative < counts)
+    fresh = (relative >= 0) & (relative < batch.first_query + counts)
     if mask == "tree" and batch.ancestor_masks is not None:
         words = batch.ancestor_masks if row_of is None else batch.ancestor_masks[row_of.flatten()]
         bits = (words.view(r, q, 1) >> relative.clamp(0, 63)) & 1
@@ -50,16 +53,15 @@ def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", wind
     elif mask == "full":
         visible = ((relative < 0) | fresh).expand(r, q, -1)
     else:
-        visible = (relative < 0) | (fresh & (relative <= local[:, None]))
+        visible = (relative < 0) | (fresh & (relative <= own[:, None]))
     if window:
         positions = batch.positions if row_of is None else batch.positions[row_of.flatten()]
-        own = batch.positions if padded_of is None else batch.positions
         # A new token's own position decides, so that siblings of a tree see the same span of context.
         key_positions = torch.where(relative < 0, keys.expand_as(relative), 0)
         if n == r * q:
-            fresh_positions = own.view(r, 1, q)
+            fresh_positions = batch.positions.view(r, 1, q)
         else:
-            fresh_positions = own[row_of.flatten()].view(r, 1, q)
+            fresh_positions = batch.positions[row_of.flatten()].view(r, 1, q)
         fresh_positions = fresh_positions.gather(2, relative.clamp(0, q - 1))
         key_positions = torch.where(relative < 0, key_positions, fresh_positions)
         visible = visible & (positions.view(r, q, 1) - key_positions < window)

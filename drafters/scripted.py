@@ -1,0 +1,67 @@
+"""A drafter that is a plain function, for exact cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from drafters.base import BatchState
+from drafters.tree import DraftTree, TreeSpec
+from verify_kernels.batch import KVCache, PassBatch
+
+Proposal = list[int] | tuple[list[int], list[int]]
+
+
+class ScriptedDrafter:
+    """next_tokens(committed tokens of a request, depth) -> drafts, called on the host once per request and step.
+
+    A list is a chain, which ends at its first -1. A tuple is (draft tokens, parents of those drafts): parent 0 is the
+    root, parent i + 1 is draft i, and a parent comes before its children. CPU only. Implements `drafters.base.Drafter`.
+    """
+
+    name = "scripted"
+    max_depth = 63
+    can_tree = True
+    can_sample = False
+    taps: tuple[int, ...] = ()
+    kv: KVCache | None = None
+
+    def __init__(self, next_tokens: Callable[[tuple[int, ...], int], Proposal], vocab_size: int | None = None) -> None:
+        self.next_tokens = next_tokens
+        self.vocab_size = vocab_size
+
+    def allocate(self, pages: int, page_size: int, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"device: found {device.type}, allowed: cpu (the scripted drafter runs on the host)")
+
+    def prefill(self, batch: PassBatch, features: Tensor | None) -> None:
+        pass
+
+    def observe(self, state: BatchState, features: Tensor | None, kept: Tensor) -> None:
+        pass
+
+    def propose(self, state: BatchState, spec: TreeSpec, sample: bool) -> DraftTree:
+        tokens, parents = [], []
+        for line, length in zip(state.tokens.tolist(), state.seq_lens.tolist()):
+            drafts, above = self._one(tuple(line[:length]), spec)
+            tokens.append([line[length - 1], *drafts])
+            parents.append([-1, *above])
+        width = max(map(len, tokens))
+        return DraftTree(
+            tokens=torch.tensor([row + [-1] * (width - len(row)) for row in tokens]),
+            parents=torch.tensor([row + [-1] * (width - len(row)) for row in parents]),
+            num_nodes=torch.tensor([len(row) for row in tokens]),
+            depth=width - 1 if spec.is_chain else spec.depth,
+            is_chain=spec.is_chain,
+        ).limit(state.max_drafts)
+
+    def _one(self, committed: tuple[int, ...], spec: TreeSpec) -> tuple[list[int], list[int]]:
+        proposal = self.next_tokens(committed, spec.depth)
+        if isinstance(proposal, tuple):
+            drafts, parents = proposal
+        else:
+            drafts = proposal[: proposal.index(-1)] if -1 in proposal else proposal
+            parents = list(range(len(drafts)))
+        return drafts[: spec.num_drafts], parents[: spec.num_drafts]

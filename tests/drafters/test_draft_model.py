@@ -1,0 +1,150 @@
+"""A draft model: its drafts are those of plain decoding with it, whatever was accepted before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy import stats
+
+from drafters.base import BatchState
+from drafters.draft_model import DraftModel
+from drafters.tree import TreeSpec
+from dspark_runtime.engine import Engine
+from dspark_runtime.models.scripted import ScriptedModel
+from dspark_runtime.sampling import SamplingParams
+from dspark_runtime.targets import load_target
+
+TREES = [TreeSpec.chain(1), TreeSpec.chain(4), TreeSpec((-1, 0, 0, 1, 1, 2, 3)), TreeSpec((-1, 0, 0, 0, 1, 1, 2, 4, 4, 7))]
+V = 11
+
+
+def noisy(salt: int):
+    def logits(prefix: tuple[int, ...]) -> list[float]:
+        g = torch.Generator().manual_seed(hash((salt, *prefix)) & 0xFFFFFFFF)
+        return torch.randn(V, generator=g).tolist()
+
+    return logits
+
+
+def ranked(logits, prefix: tuple[int, ...]) -> list[int]:
+    row = logits(prefix)
+    return sorted(range(V), key=lambda i: (-row[i], i))
+
+
+@pytest.mark.parametrize("spec", TREES, ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_every_node_is_the_right_child_of_its_parent(spec: TreeSpec, page_size: int) -> None:
+    """The draft model disagrees with the target half of the time, so paths of every kind are accepted."""
+    ours, theirs = noisy(1), noisy(2)
+
+    def drafts(prefix: tuple[int, ...]) -> list[float]:
+        return ours(prefix) if sum(prefix) % 2 else theirs(prefix)
+
+    class Watched(DraftModel):
+        def propose(self, state, spec, sample):
+            tree = super().propose(state, spec, sample)
+            for r in range(state.num_requests):
+                committed = tuple(state.tokens[r, : int(state.seq_lens[r])].tolist())
+                path = {0: committed}
+                for i in range(1, int(tree.num_nodes[r])):
+                    parent = int(tree.parents[r, i])
+                    rank = [int(p) for p in tree.parents[r, :i]].count(parent)
+                    assert int(tree.tokens[r, i]) == ranked(drafts, path[parent])[rank]
+                    path[i] = path[parent] + (int(tree.tokens[r, i]),)
+                checked.append(int(tree.num_nodes[r]))
+            return tree
+
+    checked: list[int] = []
+    drafter = Watched(ScriptedModel(V, drafts, max_model_len=128))
+    engine = Engine(
+        ScriptedModel(V, ours, max_model_len=128), drafter, spec=spec, max_num_requests=3, page_size=page_size, max_prefill_tokens=5
+    )
+    prompts = [[1], [2, 3], [4] * 9, [5, 6, 7], [8]]
+    params = SamplingParams(temperature=0.0, max_tokens=25)
+    plain = Engine(ScriptedModel(V, ours, max_model_len=128)).generate(prompts, params)
+    outs = engine.generate(prompts, params)
+    assert [o.token_ids for o in outs] == [o.token_ids for o in plain]
+    assert sum(o.num_accepted for o in outs) > 0 and max(checked) == spec.num_nodes
+
+
+@pytest.mark.parametrize("spec", TREES, ids=str)
+def test_twin_accepts_everything(spec: TreeSpec) -> None:
+    model = load_target("tiny", weights="dummy", dtype="float32", device="cpu", max_model_len=128).model
+    engine = Engine(model, DraftModel(model), spec=spec, max_num_requests=3, page_size=4, max_prefill_tokens=7)
+    prompts = [[1], [5, 6], list(range(1, 20)), [9, 9, 9], [3] * 40]
+    engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=23, ignore_eos=True))
+    for record in engine.records:
+        for drafted, accepted in zip(record.drafted, record.accepted):
+            assert accepted == spec.depth or drafted < spec.num_drafts
+    assert sum(sum(r.accepted) for r in engine.records)
+
+
+def test_nothing_is_drafted_past_the_draft_models_own_limit() -> None:
+    ours = noisy(1)
+    short = DraftModel(ScriptedModel(V, lambda p: ours(p) if len(p) <= 20 else [float("nan")] * V, max_model_len=20))
+    engine = Engine(ScriptedModel(V, ours, max_model_len=64), short, spec=TreeSpec.chain(3))
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    outs = engine.generate([[1, 2, 3], [4] * 30], params)
+    assert [o.token_ids for o in outs] == [
+        o.token_ids for o in Engine(ScriptedModel(V, ours, max_model_len=64)).generate([[1, 2, 3], [4] * 30], params)
+    ]
+    long_only = [r for r in engine.records if r.request_ids == [1]]
+    assert outs[0].num_accepted > 0 and outs[1].num_drafted == 0 and all(r.drafted == [0] for r in long_only)
+
+
+def sampled_state(rows: int, temperature: float) -> BatchState:
+    return BatchState(
+        tokens=torch.full((rows, 8), 3),
+        seq_lens=torch.full((rows,), 1),
+        page_table=torch.arange(1, 2 * rows + 1, dtype=torch.int32).view(rows, 2),
+        max_drafts=torch.full((rows,), 5),
+        temperature=torch.full((rows,), temperature),
+        seeds=torch.arange(rows),
+        num_outputs=torch.zeros(rows, dtype=torch.int64),
+        max_seq_len=1,
+    )
+
+
+def test_children_are_drawn_without_replacement() -> None:
+    row = [1.0, 0.3, -0.5, 0.0]
+    model = ScriptedModel(4, lambda prefix: row, max_model_len=16)
+    drafter = DraftModel(model)
+    rows, temperature = 4000, 0.8
+    drafter.allocate(2 * rows + 1, 4, torch.device("cpu"))
+    tree = drafter.propose(sampled_state(rows, temperature), TreeSpec((-1, 0, 0, 1)), True)
+    q = (torch.tensor(row, dtype=torch.float64) / temperature).softmax(0)
+    assert torch.allclose(tree.probs[:, :2].double(), q.expand(rows, 2, 4))
+    counts = torch.zeros(4, 4, dtype=torch.float64)
+    counts.index_put_((tree.tokens[:, 1], tree.tokens[:, 2]), torch.ones(rows, dtype=torch.float64), accumulate=True)
+    law = q[:, None] * q / (1 - q[:, None])
+    law.fill_diagonal_(0)
+    off = ~torch.eye(4, dtype=torch.bool)
+    assert counts.diagonal().sum() == 0
+    assert stats.chisquare(counts[off].numpy(), (law[off] / law.sum() * rows).numpy()).pvalue > 1e-3
+    # The grandchild is independent of its parent's draw.
+    first = torch.bincount(tree.tokens[:, 3], minlength=4)
+    assert stats.chisquare(first.numpy(), (q * rows).numpy()).pvalue > 1e-3
+
+
+def test_same_seed_same_drafts_whatever_the_row() -> None:
+    model = ScriptedModel(V, noisy(1), max_model_len=16)
+    spec = TreeSpec((-1, 0, 0, 1))
+    state = sampled_state(4, 1.0)
+    drafter = DraftModel(model)
+    drafter.allocate(9, 4, torch.device("cpu"))
+    tree = drafter.propose(state, spec, True)
+    state.seeds, state.page_table = state.seeds.flip(0), state.page_table.flip(0)
+    assert torch.equal(drafter.propose(state, spec, True).tokens.flip(0), tree.tokens)
+
+
+def test_greedy_rows_are_greedy_in_a_sampled_batch() -> None:
+    model = ScriptedModel(V, noisy(1), max_model_len=16)
+    spec = TreeSpec((-1, 0, 0, 1))
+    drafter = DraftModel(model)
+    drafter.allocate(9, 4, torch.device("cpu"))
+    state = sampled_state(4, 1.0)
+    state.temperature[2] = 0.0
+    tree = drafter.propose(state, spec, True)
+    best = ranked(noisy(1), (3,))
+    assert tree.tokens[2, 1:3].tolist() == best[:2]
+    assert tree.probs[2, 0].argmax() == best[0] and tree.probs[2, 0].sum() == tree.probs[2, 0].max() == 1
