@@ -12,7 +12,7 @@ from drafters.tree import TreeSpec
 from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.records import StepRecord
 from dspark_runtime.synthetic import SyntheticLaw
-from eval.bench import Point, Repeat, acceptance_numbers, finish_row, plan, sampling_error, time_numbers
+from eval.bench import Point, Repeat, acceptance_numbers, bench, finish_row, plan, sampling_error, time_numbers
 from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
 from eval.prompts import encode, load_prompts, random_ids
 from eval.schema import bench_config
@@ -196,6 +196,37 @@ def test_sampling_error_of_a_length() -> None:
     mean = sum(i * m for i, m in enumerate(mass))
     variance = sum((i - mean) ** 2 * m for i, m in enumerate(mass))
     assert sampling_error(SyntheticLaw.make(4, acceptance_length=2.5, law="geometric"), 9) == pytest.approx(math.sqrt(variance / 9))
+
+
+# --------------------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_model_of_stated_shape_with_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny architecture, 2 requests of 24 random ids, a chain and a tree of 8 drafts at AL 2.5."""
+    monkeypatch.setattr("eval.floor.measure_ceilings", lambda device, dtype: Ceilings(1.0, 1000.0, "fixed"))
+    run = bench(
+        bench_config(
+            dict(
+                target="tiny", weights="dummy", dtype="float32", device="cpu", context_len=24, num_requests=2,
+                num_speculative_tokens=4, tree="tree-8", acceptance_length=2.5, max_tokens=20, repeats=2,
+            )
+        )
+    )  # fmt: skip
+    plain, chain, tree = run.results
+    assert [r.tree for r in run.results] == ["chain", "chain", "tree-8"] and not any(r.error for r in run.results)
+    assert (plain.verified_tokens, chain.verified_tokens, tree.verified_tokens) == (2, 10, 18)
+    for r in (chain, tree):
+        assert r.spec_decode_acceptance_length == pytest.approx(2.5, abs=0.1) and r.synthetic
+    # At 1 GB/s the floor is bytes / 1e6 milliseconds: weights once, and the keys and values of both contexts.
+    from dspark_runtime.targets import load_target
+
+    target = load_target("tiny", dtype="float32", device="cpu", weights="dummy")
+    weights = sum(w.numel() * 4 for layer in target.model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    weights += target.model.lm_head.numel() * 4
+    c = target.config
+    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
+    context = plain.floor_ms * 1e6 - weights
+    assert 2 * 23 * kv <= context <= 2 * (24 + 20) * kv
 
 
 # ------------------------------------------------------------------------------------------------------- floor
