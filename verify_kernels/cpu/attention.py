@@ -1,9 +1,9 @@
 """Tree attention that reads the paged cache in place, for bfloat16 and float32.
 
 Each key and value is widened once for the up to 96 query rows (heads and new tokens) that share it. A token's output
-depends on its query and on the keys it sees, in order, and on nothing else: it is bit for bit the same in plain decoding
-and in a tree, alone and in a batch, for any number of threads. Long causal passes (prefill) run here too: that is faster
-than torch's own attention on processors without bfloat16 instructions.
+depends on its query and on the keys it sees, in order, and on nothing else: it is bit for bit the same in plain
+decoding and in a tree, alone and in a batch, for any number of threads. Long causal passes (prefill) run here too:
+that is faster than torch's own attention on processors without bfloat16 instructions.
 """
 
 from __future__ import annotations
