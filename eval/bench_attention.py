@@ -138,9 +138,9 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     kernel = kernels.load(find(variant, folder))
     bad_k, bad_v = poison(k, batch), poison(v, batch)
     outs = []
-    for min_tiles in (1, rng.choice([2, 3, 1000])):
+    for setup in (None, rng.choice([0, 3, 10])):
         p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q),
-                 min_tiles=min_tiles)
+                 setup=setup)
         p.partial.fill_(float("nan"))
         p.stats.fill_(float("nan"))
         out = torch.full_like(q, float("nan"))
@@ -219,7 +219,7 @@ def timing(shape: tuple[int, ...], folder: Path, rates: tuple[float, float], opt
     variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new)
     kernel = kernels.load(find(variant, folder))
     p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q),
-             min_tiles=options.get("min_tiles", 1))
+             setup=options.get("setup"))
     us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
     flops = 4 * new * heads * dim * requests * (context + new)
     floor = max(kv_bytes / rates[0], flops / rates[1]) / 1e6

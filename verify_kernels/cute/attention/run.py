@@ -68,7 +68,7 @@ def plan(
     ancestor_masks: Tensor | None,
     num_tokens: int,
     *,
-    min_tiles: int = 1,
+    setup: int | None = None,
 ) -> Plan:
     """page_table [R, P] int32, context_lens [R] int32, request_offsets [R + 1] int32, ancestor_masks [N] int64.
 
@@ -89,7 +89,7 @@ def plan(
         tile_n=variant.tile_n,
         units=units,
         causal=variant.mask == "causal",
-        min_tiles=min_tiles,
+        setup=128 // variant.tile_n if setup is None else setup,  # about 2 us
     )
     if ancestor_masks is None:
         ancestor_masks = torch.empty(num_tokens, dtype=torch.int64, device=device)

@@ -34,9 +34,12 @@ def schedule(
     tile_n: int,
     units: int,
     causal: bool,
-    min_tiles: int = 1,
+    setup: int = 0,
 ) -> Tensor:
-    """Cuts the pass into `units` stretches of at least `min_tiles` tiles. Returns the table, [S, RECORD] int32.
+    """Cuts the pass into `units` stretches. Returns the table, [S, RECORD] int32.
+
+    A unit that goes on to a new work pays for its queries and for the results of the old one: `setup` is that price, in
+    tiles, and the stretches are equal with it.
 
     context_lens [R] int32, request_offsets [R + 1] int32, num_tokens N: rows of the flat batch; group = Hq / Hkv.
     """
@@ -58,32 +61,36 @@ def schedule(
         seen = torch.minimum(seen, (row0 + block_rows + group - 1) // group)
     tiles = torch.where(real, (context[request] + seen + tile_n - 1) // tile_n, 0)
 
-    work_tiles = tiles[:, None].expand(entries, kv_heads).flatten()
-    work_ends = work_tiles.cumsum(0)
-    work_starts = work_ends - work_tiles
-    total = work_ends[-1]
-    per_unit = ((total + units - 1) // units).clamp(min=min_tiles)
-    cuts = torch.arange(units + 1, device=device) * per_unit
+    # The line: every work is its setup, then its tiles.
+    cost = torch.where(tiles > 0, tiles + setup, 0)[:, None].expand(entries, kv_heads).flatten()
+    ends = cost.cumsum(0)
+    begins = ends - cost
+    total = ends[-1]
+    cuts = torch.minimum(torch.arange(units + 1, device=device) * ((total + units - 1) // units), total)
+    # A cut inside a setup moves before it: a segment has at least one tile.
+    begin = begins[torch.searchsorted(ends, cuts, right=True).clamp(max=ends.shape[0] - 1)]
+    cuts = torch.where(cuts <= begin + setup, torch.minimum(cuts, begin), cuts)
 
     # Segments start where a work or a unit starts; equal starts are one segment, and the unused tail sorts to the end.
-    start = torch.cat([work_starts, torch.minimum(cuts[:-1], total)]).sort().values
-    following = torch.cat([start[1:], total[None]])
     unused = torch.iinfo(torch.int64).max
+    start = torch.cat([begins, cuts[:-1]]).sort().values
+    following = torch.cat([start[1:], total[None]])
     start = torch.where(start == following, unused, start).sort().values
     used = start != unused
+    offsets = torch.searchsorted(start, cuts)
+    offsets[-1] = used.sum()
+    stop = torch.cat([start[1:], total[None]])
+    stop = torch.where(stop == unused, total, stop)
     start = torch.where(used, start, 0)
-    stop = torch.cat([start[1:], start[:1]])
-    stop = torch.where(stop > start, stop, total)
-    offsets = torch.searchsorted(torch.where(used, start, unused), cuts)
 
-    work = torch.searchsorted(work_ends, start, right=True).clamp(max=work_ends.shape[0] - 1)
-    begin, end = work_starts[work], work_ends[work]
-    unit = start // per_unit
-    first, last = begin // per_unit, (end - 1) // per_unit
+    work = torch.searchsorted(ends, start, right=True).clamp(max=ends.shape[0] - 1)
+    begin, end = begins[work], ends[work]
+    unit, first, last = (torch.searchsorted(cuts[1:], x, right=True) for x in (start, begin, end - 1))
     slot = torch.where(first == last, -1, 2 * unit + (start == begin))
+    t0, t1 = (start - begin - setup).clamp(min=0), stop - begin - setup
     e = work // kv_heads
     r = request[e]
-    fields = [r, work % kv_heads, row0[e], starts[r], lengths[r], context[r], start - begin, stop - begin, slot, first, last]
+    fields = [r, work % kv_heads, row0[e], starts[r], lengths[r], context[r], t0, t1, slot, first, last]
     segments = torch.stack(fields + [torch.zeros_like(r)] * (RECORD - len(fields)), dim=1)
     heads = segments[offsets[:-1].clamp(max=segments.shape[0] - 1)]
     heads[:, 11] = offsets.diff()

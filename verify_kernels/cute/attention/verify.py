@@ -720,13 +720,32 @@ class VerifyAttention:
             rows = cutlass.min(query_rows - row0, self.blocks * self.rows)
             if parts <= 4:
                 for r in cutlass.range(start, rows, every * 4, unroll=1):
-                    self.combine_rows(record, out, partial, stats, r, every, rows, parts, 4, 4)
+                    self.combine_few(record, out, partial, stats, r, every, rows, parts)
             else:
                 for r in cutlass.range(start, rows, every, unroll=1):
-                    self.combine_rows(record, out, partial, stats, r, every, rows, parts, 1, 16)
+                    self.combine_many(record, out, partial, stats, r, parts)
 
     @cute.jit
-    def combine_rows(
+    def part_index(self, record: cute.Tensor, part: Int32, row: Int32) -> Int32:
+        """Partial result of a work's part: part 0 began it (odd slot), the others continue it (even slots)."""
+        odd = Int32(1) if part == 0 else Int32(0)
+        return (2 * (record[9] + part) + odd) * self.blocks + row // self.rows
+
+    @cute.jit
+    def write_row(self, record: cute.Tensor, out: cute.Tensor, row: Int32, total: cute.Tensor, weights: Float32) -> None:
+        width = self.head_dim // 32
+        inverse = Float32(0.0)
+        if weights > 0.0:
+            inverse = 1.0 / weights
+        result = cute.make_rmem_tensor(width, self.dtype)
+        for i in cutlass.range_constexpr(width):
+            result[i] = (total[i] * inverse).to(self.dtype)
+        packed = record[2] + row
+        target = out[record[3] + packed // self.group, record[1] * self.group + packed % self.group, None]
+        cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, cute.arch.lane_idx()])
+
+    @cute.jit
+    def combine_few(
         self,
         record: cute.Tensor,
         out: cute.Tensor,
@@ -736,57 +755,73 @@ class VerifyAttention:
         stride: Int32,
         rows: Int32,
         parts: Int32,
-        rows_at_once: cutlass.Constexpr[int],
-        parts_at_once: cutlass.Constexpr[int],
     ) -> None:
-        """Rows start, start + stride, … of a work."""
+        """Rows start, start + stride, start + 2 stride, start + 3 stride of a work of at most 4 parts."""
         lane = cute.arch.lane_idx()
-        head, row0, q_start, first = record[1], record[2], record[3], record[9]
         width = self.head_dim // 32
-        shape = (width, parts_at_once, rows_at_once)
-        values = cute.make_rmem_tensor(cute.make_layout(shape), Float32)
-        stat = cute.make_rmem_tensor(cute.make_layout((2, parts_at_once, rows_at_once)), Float32)
-        total = cute.make_rmem_tensor(cute.make_layout((width, rows_at_once)), Float32)
-        top = cute.make_rmem_tensor(rows_at_once, Float32)
-        weights = cute.make_rmem_tensor(rows_at_once, Float32)
+        values = cute.make_rmem_tensor(cute.make_layout((width, 4, 4)), Float32)
+        stat = cute.make_rmem_tensor(cute.make_layout((2, 4, 4)), Float32)
+        total = cute.make_rmem_tensor(width, Float32)
+        for k in cutlass.range_constexpr(4):
+            r = cutlass.min(start + k * stride, rows - 1)
+            for p in cutlass.range_constexpr(4):
+                index = self.part_index(record, cutlass.min(Int32(p), parts - 1), r)
+                cute.autovec_copy(stats[index, r % self.rows, None], stat[None, p, k])
+                part = cute.tiled_divide(partial[index, r % self.rows, None], (width,))
+                cute.autovec_copy(part[None, lane], values[None, p, k])
+        for k in cutlass.range_constexpr(4):
+            top = -Float32.inf
+            for p in cutlass.range_constexpr(4):
+                stat[0, p, k] = stat[0, p, k] if p < parts else -Float32.inf
+                top = cute.arch.fmax(top, stat[0, p, k])
+            top = top if top != -Float32.inf else Float32(0.0)
+            weights = Float32(0.0)
+            total.fill(0.0)
+            for p in cutlass.range_constexpr(4):
+                weight = cute.math.exp2(stat[0, p, k] - top, fastmath=True)
+                weights += weight * stat[1, p, k]
+                for i in cutlass.range_constexpr(width):
+                    total[i] = total[i] + weight * values[i, p, k]
+            if start + k * stride < rows:
+                self.write_row(record, out, start + k * stride, total, weights)
+
+    @cute.jit
+    def combine_many(
+        self,
+        record: cute.Tensor,
+        out: cute.Tensor,
+        partial: cute.Tensor,
+        stats: cute.Tensor,
+        row: Int32,
+        parts: Int32,
+    ) -> None:
+        """One row of a work, 20 parts at once; lane p reads the maximum and the sum of part p."""
+        at_once = 20
+        lane = cute.arch.lane_idx()
+        width = self.head_dim // 32
+        values = cute.make_rmem_tensor(cute.make_layout((width, at_once)), Float32)
+        stat = cute.make_rmem_tensor(2, Float32)
+        total = cute.make_rmem_tensor(width, Float32)
         total.fill(0.0)
-        weights.fill(0.0)
-        top.fill(-Float32.inf)
-        for begin in cutlass.range(0, parts, parts_at_once, unroll=1):
-            for k in cutlass.range_constexpr(rows_at_once):
-                r = cutlass.min(start + k * stride, rows - 1)
-                for j in cutlass.range_constexpr(parts_at_once):
-                    p = cutlass.min(begin + j, parts - 1)
-                    # Part 0 began its work (odd slot), the others continue it (even slots).
-                    odd = Int32(1) if p == 0 else Int32(0)
-                    index = (2 * (first + p) + odd) * self.blocks + r // self.rows
-                    cute.autovec_copy(stats[index, r % self.rows, None], stat[None, j, k])
-                    cute.autovec_copy(
-                        cute.tiled_divide(partial[index, r % self.rows, None], (width,))[None, lane], values[None, j, k]
-                    )
-            for k in cutlass.range_constexpr(rows_at_once):
-                before = top[k]
-                for j in cutlass.range_constexpr(parts_at_once):
-                    stat[0, j, k] = stat[0, j, k] if begin + j < parts else -Float32.inf
-                    top[k] = cute.arch.fmax(top[k], stat[0, j, k])
-                base = top[k] if top[k] != -Float32.inf else Float32(0.0)
-                keep = cute.math.exp2(before - base, fastmath=True)
-                weights[k] = weights[k] * keep
+        top, weights = -Float32.inf, Float32(0.0)
+        for begin in cutlass.range(0, parts, at_once, unroll=1):
+            own = cutlass.min(begin + lane, parts - 1)
+            cute.autovec_copy(stats[self.part_index(record, own, row), row % self.rows, None], stat)
+            for j in cutlass.range_constexpr(at_once):
+                index = self.part_index(record, cutlass.min(begin + j, parts - 1), row)
+                part = cute.tiled_divide(partial[index, row % self.rows, None], (width,))
+                cute.autovec_copy(part[None, lane], values[None, j])
+            maximum = stat[0] if lane < at_once and begin + lane < parts else -Float32.inf
+            before = top
+            top = cute.arch.fmax(top, cute.arch.warp_reduction_max(maximum))
+            base = top if top != -Float32.inf else Float32(0.0)
+            keep = cute.math.exp2(before - base, fastmath=True)
+            weight = cute.math.exp2(maximum - base, fastmath=True)
+            weights = weights * keep + cute.arch.warp_reduction_sum(weight * stat[1])
+            for i in cutlass.range_constexpr(width):
+                total[i] = total[i] * keep
+            for j in cutlass.range_constexpr(at_once):
+                share = cute.arch.shuffle_sync(weight, j)
                 for i in cutlass.range_constexpr(width):
-                    total[i, k] = total[i, k] * keep
-                for j in cutlass.range_constexpr(parts_at_once):
-                    weight = cute.math.exp2(stat[0, j, k] - base, fastmath=True)
-                    weights[k] = weights[k] + weight * stat[1, j, k]
-                    for i in cutlass.range_constexpr(width):
-                        total[i, k] = total[i, k] + weight * values[i, j, k]
-        result = cute.make_rmem_tensor(width, self.dtype)
-        for k in cutlass.range_constexpr(rows_at_once):
-            r = start + k * stride
-            if r < rows:
-                inverse = Float32(0.0)
-                if weights[k] > 0.0:
-                    inverse = 1.0 / weights[k]
-                for i in cutlass.range_constexpr(width):
-                    result[i] = (total[i, k] * inverse).to(self.dtype)
-                target = out[q_start + (row0 + r) // self.group, head * self.group + (row0 + r) % self.group, None]
-                cute.autovec_copy(result, cute.tiled_divide(target, (width,))[None, lane])
+                    total[i] = total[i] + share * values[i, j]
+        self.write_row(record, out, row, total, weights)
