@@ -56,8 +56,11 @@ class DraftModel:
         for first, last, children in _levels(spec):
             if first:
                 hidden = self._level_pass(state, tree, slice(first, last), masks, depths)
-            logits = self.model.logits(hidden).view(r, last - first, -1)
-            ids = self._children(logits, state, first, max(spec.ranks[c] for c in children) + 1, probs)
+            most = max(spec.ranks[c] for c in children) + 1
+            if probs is None and most == 1:
+                ids = self.model.greedy(hidden)[0].view(r, last - first, 1)
+            else:
+                ids = self._children(self.model.logits(hidden).view(r, last - first, -1), state, first, most, probs)
             for child in children:
                 tree.tokens[:, child] = ids[:, spec.parents[child] - first, spec.ranks[child]]
         tree.probs = probs
@@ -70,13 +73,14 @@ class DraftModel:
 
         logits [R, w, V] float32 of nodes first .. first + w - 1.
         """
-        best = _top(logits, most)
         if probs is None:
-            return best
+            return _top(logits, most)
         width = logits.shape[1]
-        hot = state.temperature > 0
-        q = (logits / torch.where(hot, state.temperature, 1.0)[:, None, None]).softmax(-1)
-        q = torch.where(hot[:, None, None], q, torch.zeros_like(q).scatter(-1, best[..., :1], 1.0))
+        temperature = state.temperature[:, None, None]
+        q = (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(-1)
+        best = torch.zeros_like(q).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+        # A broken row (NaN, whose sum is not positive) is greedy too: acceptance needs a distribution.
+        q = torch.where((temperature > 0) & (q.sum(-1, keepdim=True) > 0), q, best)
         probs[:, first : first + width] = q
         index = first + torch.arange(width, device=logits.device)
         draws = []
@@ -84,10 +88,11 @@ class DraftModel:
             u = rng.uniform(
                 state.seeds[:, None], state.num_outputs[:, None], rng.DRAFT, index * self.vocab_size + rank
             )
-            draws.append(rng.sample(q, u))
+            # Once q is spent, which in a greedy row is after the first child: the best token that is left.
+            draws.append(torch.where(q.amax(-1) > 0, rng.sample(q, u), logits.argmax(-1)))
             q = q.scatter(-1, draws[-1][..., None], 0.0)
-        # Greedy rows: a second child has no probability to be drawn from; it is the next best token.
-        return torch.where(hot[:, None, None], torch.stack(draws, -1), best)
+            logits = logits.scatter(-1, draws[-1][..., None], float("-inf"))
+        return torch.stack(draws, -1)
 
     def _first_pass(self, state: BatchState) -> Tensor:
         """Runs [token before the root, root]; returns the root's hidden state [R, H].

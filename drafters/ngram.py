@@ -46,34 +46,33 @@ class NgramDrafter:
         if not spec.num_drafts:
             return DraftTree.from_spec(spec, state.roots[:, None])
         found = self._continuations(state, spec.depth, 1 if spec.is_chain else min(spec.num_drafts, state.max_seq_len))
-        if spec.is_chain:
-            tokens = torch.cat((state.roots[:, None], found[:, 0]), dim=1)
-            count = (tokens >= 0).sum(1)
-            nodes = torch.arange(spec.num_nodes, device=tokens.device)
-            parents = torch.where(tokens >= 0, nodes - 1, -1)
-            return DraftTree(tokens, parents, count, spec.depth, is_chain=True).limit(state.max_drafts)
-        return _trie(state.roots, found, spec).limit(state.max_drafts)
+        if not spec.is_chain:
+            return _trie(state.roots, found, spec)
+        tokens = torch.cat((state.roots[:, None], found[:, 0]), dim=1)
+        real = tokens >= 0
+        parents = torch.where(real, spec.parents_on(tokens.device), -1)
+        return DraftTree(tokens, parents, real.sum(1), spec.depth, is_chain=True)
 
     def _continuations(self, state: BatchState, depth: int, count: int) -> Tensor:
-        """The `count` best continuations, [R, count, depth], -1 where there is none or it has ended."""
-        length = state.max_seq_len
-        history = state.tokens[:, :length]
+        """The `count` best continuations, [R, count, depth], no longer than max_drafts; -1 beyond their ends."""
+        length, longest = state.max_seq_len, self.max_ngram
+        device = state.tokens.device
         ends = state.seq_lens[:, None]
-        at = torch.arange(length, device=history.device)
-        # matched[r, i]: how many tokens up to and including i equal the sequence's own last ones.
-        matched = torch.zeros_like(history)
-        running = (at < ends - 1).to(history.dtype)
-        for back in range(self.max_ngram):
-            own = history.gather(1, (ends - 1 - back).clamp(min=0))
-            shifted = F.pad(history, (back, 0), value=-1)[:, :length]
-            running = running * (shifted == own) * (ends > back)
-            matched = matched + running
-        score = torch.where(matched >= self.min_ngram, matched * length + at, -1)
+        history = F.pad(state.tokens[:, :length], (longest, 0), value=-1)  # token i is in column longest + i
+        suffix = history.gather(1, ends + longest - 1 - torch.arange(longest, device=device))  # newest first
+        at = torch.arange(length, device=device)
+        # score = i + length * (how many tokens up to and including i equal the last ones): longer first, then later.
+        score, matches = at, at < ends - 1
+        for back in range(longest):
+            matches = matches & (history[:, longest - back : longest - back + length] == suffix[:, back : back + 1])
+            score = score + matches * length
         best, where = score.topk(count, dim=1) if count > 1 else score.max(dim=1, keepdim=True)
-        reach = where[:, :, None] + 1 + torch.arange(depth, device=history.device)
-        inside = (best[:, :, None] >= 0) & (reach < ends[:, :, None])
-        rows = torch.arange(history.shape[0], device=history.device)[:, None, None]
-        return torch.where(inside, history[rows, reach.clamp(max=length - 1)], -1)
+        start = where + 1
+        stop = torch.minimum(ends, start + state.max_drafts[:, None]).masked_fill(best < self.min_ngram * length, 0)
+        reach = start[:, :, None] + torch.arange(depth, device=device)
+        columns = reach.clamp(max=length - 1) + longest
+        found = history.gather(1, columns.flatten(1)).view_as(reach)
+        return found.masked_fill(reach >= stop[:, :, None], -1)
 
 
 def _trie(roots: Tensor, found: Tensor, spec: TreeSpec) -> DraftTree:

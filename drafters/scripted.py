@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ class ScriptedDrafter:
     """next_tokens(committed tokens of a request, depth) -> drafts, called on the host once per request and step.
 
     A list is a chain, which ends at its first -1. A tuple is (draft tokens, parents of those drafts): parent 0 is the
-    root, parent i + 1 is draft i, and a parent comes before its children. CPU only. Implements `drafters.base.Drafter`.
+    root, parent i + 1 is draft i, and a parent comes before its children (ValueError otherwise, or for a tree where a
+    chain is asked for). What exceeds the budget or the depth is cut. CPU only. Implements `drafters.base.Drafter`.
     """
 
     name = "scripted"
@@ -49,18 +51,25 @@ class ScriptedDrafter:
             tokens.append([line[length - 1], *drafts])
             parents.append([-1, *above])
         width = max(map(len, tokens))
-        return DraftTree(
+        tree = DraftTree(
             tokens=torch.tensor([row + [-1] * (width - len(row)) for row in tokens]),
             parents=torch.tensor([row + [-1] * (width - len(row)) for row in parents]),
             num_nodes=torch.tensor([len(row) for row in tokens]),
-            depth=width - 1 if spec.is_chain else spec.depth,
+            depth=width - 1,
             is_chain=spec.is_chain,
-        ).limit(state.max_drafts)
+        ).limit(state.max_drafts.clamp(max=spec.depth))
+        return replace(tree, depth=min(width - 1, spec.depth))
 
     def _one(self, committed: tuple[int, ...], spec: TreeSpec) -> tuple[list[int], list[int]]:
         proposal = self.next_tokens(committed, spec.depth)
         if isinstance(proposal, tuple):
             drafts, parents = proposal
+            if spec.is_chain:
+                raise ValueError("drafts: found a tree, allowed: a list (a chain is asked for)")
+            if len(parents) != len(drafts) or not all(0 <= p <= i for i, p in enumerate(parents)):
+                raise ValueError(f"parents: found {parents} for {len(drafts)} drafts, allowed: for draft i, 0 to i")
+            if any(token < 0 for token in drafts):
+                raise ValueError(f"drafts: found {drafts}, allowed: ids from 0 in a tree")
         else:
             drafts = proposal[: proposal.index(-1)] if -1 in proposal else proposal
             parents = list(range(len(drafts)))

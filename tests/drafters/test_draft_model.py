@@ -13,6 +13,7 @@ from dspark_runtime.engine import Engine
 from dspark_runtime.models.scripted import ScriptedModel
 from dspark_runtime.sampling import SamplingParams
 from dspark_runtime.targets import load_target
+from verify_kernels.batch import PassBatch, slots_of
 
 TREES = [TreeSpec.chain(1), TreeSpec.chain(4), TreeSpec((-1, 0, 0, 1, 1, 2, 3)), TreeSpec((-1, 0, 0, 0, 1, 1, 2, 4, 4, 7))]
 V = 11
@@ -148,3 +149,66 @@ def test_greedy_rows_are_greedy_in_a_sampled_batch() -> None:
     best = ranked(noisy(1), (3,))
     assert tree.tokens[2, 1:3].tolist() == best[:2]
     assert tree.probs[2, 0].argmax() == best[0] and tree.probs[2, 0].sum() == tree.probs[2, 0].max() == 1
+
+
+@pytest.mark.parametrize("row, temperature", [([0.0, 30.0, 10.0, 20.0, 5.0], 0.02), ([0.0, float("nan"), 1.0, 2.0, 3.0], 1.0)])
+def test_siblings_differ_and_probs_are_a_distribution_when_q_is_spent_or_broken(
+    row: list[float], temperature: float
+) -> None:
+    drafter = DraftModel(ScriptedModel(5, lambda prefix: row, max_model_len=16))
+    drafter.allocate(5, 4, torch.device("cpu"))
+    tree = drafter.propose(sampled_state(2, temperature), TreeSpec((-1, 0, 0, 0, 0, 1)), True)
+    # Here the first child has all the probability; the best tokens that are left follow it.
+    rest = sorted({0, 2, 3, 4}, key=lambda i: -row[i])
+    assert tree.tokens.tolist() == [[3, 1, *rest[:3], 1]] * 2
+    assert tree.probs[:, :2].tolist() == [[[0.0, 1.0, 0.0, 0.0, 0.0]] * 2] * 2
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_nodes_beyond_pages_and_table_are_written_to_nobody(sample: bool) -> None:
+    """Rows whose pages, or whose whole page table, end among the deep nodes: other pages keep what they hold."""
+    model = load_target("tiny", weights="dummy", dtype="float32", device="cpu", max_model_len=128).model
+    spec, page_size, context = TreeSpec((-1, 0, 0, 1, 2, 3, 4)), 2, [0, 4, 7]
+    wide = torch.tensor([[9, 4, 12, 13, 14, 15, 16], [2, 11, 7, 17, 18, 19, 20], [5, 1, 8, 3, 10, 21, 22]])
+    narrow = wide[:, :5].clone()
+    narrow[0, 2:] = narrow[1, 4:] = 0  # row 2 fills its table: its nodes 3 and later have no column
+    state = sampled_state(3, 0.9)
+    state.tokens = torch.arange(30).view(3, 10)
+    state.seq_lens = torch.tensor(context) + 1
+    state.max_drafts = torch.ones(3, dtype=torch.int64)
+    state.max_seq_len = max(context) + 1
+    found = []
+    for table in (wide, narrow):
+        drafter = DraftModel(model)
+        drafter.allocate(30, page_size, torch.device("cpu"))
+        state.page_table = table.to(torch.int32)
+        for r, length in enumerate(context):
+            if length:
+                drafter.prefill(prompt_pass(state.tokens[r, :length], state.page_table[r], page_size), None)
+        before = drafter.kv.k.clone()
+        tree = drafter.propose(state, spec, sample)
+        assert tree.num_nodes.tolist() == [3, 3, 3]
+        found.append(tree.tokens)
+        touched = (drafter.kv.k != before).flatten(2).any(2).any(0)
+        assert {int(p) for p in touched.nonzero()} <= {0, *table.flatten().tolist()}
+        for r, length in enumerate(context):  # the context itself is as the prompt left it
+            for i in range(length - 1):
+                page = table[r, i // page_size], i % page_size
+                assert torch.equal(drafter.kv.k[:, page[0], page[1]], before[:, page[0], page[1]])
+    assert torch.equal(found[0], found[1])
+
+
+def prompt_pass(ids: torch.Tensor, pages: torch.Tensor, page_size: int) -> PassBatch:
+    n = len(ids)
+    at = torch.arange(n)
+    return PassBatch(
+        token_ids=ids,
+        positions=at,
+        request_offsets=torch.tensor([0, n], dtype=torch.int32),
+        context_lens=torch.zeros(1, dtype=torch.int32),
+        page_table=pages[None],
+        slot_mapping=slots_of(pages[None], at[None], page_size)[0],
+        ancestor_masks=None,
+        max_query_len=n,
+        max_kv_len=n,
+    )

@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from drafters.base import BatchState
 from drafters.ngram import NgramDrafter
 from drafters.tree import DraftTree, TreeSpec
+from dspark_runtime.engine import Engine
+from dspark_runtime.models.scripted import ScriptedModel
+from dspark_runtime.sampling import SamplingParams
 
 
 def state(histories: list[list[int]], max_drafts: list[int] | None = None) -> BatchState:
@@ -85,20 +88,22 @@ def test_chain_is_the_best_continuation(rows: list[list[int]], k: int, max_ngram
 
 
 @settings(max_examples=120, deadline=None)
-@given(histories, st.sampled_from([(-1, 0, 0, 1), (-1, 0, 0, 0, 1, 2, 4, 6), (-1, 0, 0, *range(1, 14))]))
-def test_tree_is_the_trie_of_the_best_continuations(rows: list[list[int]], parents: tuple[int, ...]) -> None:
+@given(histories, st.sampled_from([(-1, 0, 0, 1), (-1, 0, 0, 0, 1, 2, 4, 6), (-1, 0, 0, *range(1, 14))]), st.data())
+def test_tree_is_the_trie_of_the_best_continuations(
+    rows: list[list[int]], parents: tuple[int, ...], data: st.DataObject
+) -> None:
     spec = TreeSpec(parents)
-    tree = NgramDrafter().propose(state(rows), spec, False)
+    limits = data.draw(st.lists(st.integers(0, 7), min_size=len(rows), max_size=len(rows)))
+    tree = NgramDrafter().propose(state(rows, limits), spec, False)
+    chain = NgramDrafter().propose(state(rows, limits), TreeSpec.chain(spec.depth), False)
     for r, history in enumerate(rows):
-        found = continuations(history, spec.depth, 4, 1)[: spec.num_drafts]
-        want, _ = trie(history[-1], found, 99)
+        found = [c[: limits[r]] for c in continuations(history, spec.depth, 4, 1)[: spec.num_drafts]]
         tokens, above = of(tree, r)
-        got = paths(tokens, above)
-        assert got <= paths(*trie(history[-1], found, 99))
-        assert len(tokens) == min(spec.num_nodes, len(want))
-        chain = found[0] if found else []
-        assert tokens[: 1 + len(chain)] == [history[-1], *chain][: spec.num_nodes]
-        assert all(p < i for i, p in enumerate(above))
+        assert (tokens, above) == trie(history[-1], found, spec.num_nodes)
+        assert max(map(len, paths(tokens, above))) - 1 <= min(spec.depth, limits[r])
+        first, _ = of(chain, r)  # the tree's first branch is the chain
+        first = first[: spec.num_nodes]
+        assert tokens[: len(first)] == first and above[: len(first)] == list(range(-1, len(first) - 1))
 
 
 def test_no_match_gives_only_the_root() -> None:
@@ -113,3 +118,13 @@ def test_depth_limits_cut_trees() -> None:
     tree = NgramDrafter().propose(state([[0, 1, 2, 0, 3, 4, 0]], [1]), TreeSpec((-1, 0, 0, 1, 2)), False)
     tokens, parents = of(tree, 0)
     assert sorted(tokens[1:]) == [1, 3] and parents == [-1, 0, 0]
+
+
+def test_the_first_draft_is_verified_like_any_other() -> None:
+    """Users' fact sheet, row 35: after [1, 1, 1] prompt lookup drafts 1, the model says 2."""
+    model = ScriptedModel(4, lambda prefix: [0.0, 0.0, 1.0, 0.0], max_model_len=16)
+    assert of(NgramDrafter().propose(state([[1, 1, 1]]), TreeSpec.chain(1), False), 0) == ([1, 1], [-1, 0])
+    engine = Engine(model, NgramDrafter(), spec=TreeSpec.chain(1))
+    out = engine.generate([[1, 1, 1]], SamplingParams(temperature=0.0, max_tokens=2))[0]
+    assert out.token_ids == [2, 2]
+    assert (engine.records[0].drafted, engine.records[0].accepted) == ([1], [0])
