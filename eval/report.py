@@ -132,8 +132,11 @@ def notes(run: Run) -> list[str]:
     for kind in ("error", "warning"):
         for r in run.results:
             text = getattr(r, kind)
-            if text:
+            if text and not text.startswith("unsteady"):
                 lines.append(f"{kind.upper() if r.ran else 'NOT RUN'}: {name(r)}, b={r.num_requests}: {text}")
+    unsteady = [r for r in run.results if r.warning and r.warning.startswith("unsteady")]
+    if unsteady:
+        lines.append(f"WARNING: unsteady machine (see ± repeats) in {len(unsteady)} of {len(run.results)} lines: is it busy?")
     return lines
 
 

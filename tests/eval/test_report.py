@@ -86,6 +86,12 @@ def test_a_point_that_could_not_run_is_a_line_that_says_so() -> None:
         assert "AL 3.24 needs k >= 3" in report.render(run(row(0, 100.0), missing), form)
 
 
+def test_an_unsteady_machine_is_one_line() -> None:
+    shaky = dict(warning="unsteady machine: the repeats' step times spread by 20 %")
+    text = report.render(run(row(0, 100.0, **shaky), row(3, 150.0, **shaky), row(4, 1.0)), "md")
+    assert text.count("WARNING") == 1 and "in 2 of 3 lines" in text
+
+
 def test_compare_names_ratio_verdict_and_machine() -> None:
     a = run(row(0, 100.0), row(3, 150.0))
     b = run(row(0, 101.0), row(3, 180.0), environment=environment(machine="other"))
