@@ -155,6 +155,11 @@ class Engine:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_graphs(self) -> int:
+        """Captured steps so far."""
+        return len(self._graphs) if self._graphs is not None else 0
+
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
         """Queue a request; returns its id. Raises RequestError for what this request cannot have."""
         params = params or SamplingParams()

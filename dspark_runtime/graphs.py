@@ -31,6 +31,9 @@ class GraphCache:
         self._steps: dict[Hashable, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     def replay(
         self,
         key: Hashable,

@@ -213,7 +213,7 @@ class Transformer:
             k_pages, v_pages = cache.k[i], cache.v[i]
             q = ops.append_kv(q, k, v, k_pages, v_pages, batch, self._cos_sin, layer.q_norm, layer.k_norm, eps)
             x = ops.paged_tree_attention(q, k_pages, v_pages, batch, scale=scale)
-            x = ops.linear(x.view(n, -1), layer.o, layer.o_bias)
+            x = ops.linear(x.reshape(n, -1), layer.o, layer.o_bias)
             x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             if layer.router is None:
                 x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)

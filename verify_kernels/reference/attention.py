@@ -18,6 +18,7 @@ class AttentionPlan:
 
     pages: Tensor  # [R, P] int64, the used width of the page table
     visible: Tensor  # [R, Q, L] bool
+    unseen: Tensor  # [R, L, 1, 1] bool: keys that no query sees; whatever lies there, NaN included, has no effect
     row_of: Tensor | None  # [R, Q] int64 row in the flat batch of padded query (r, j); None when the batch is uniform
     padded_of: Tensor | None  # [N] int64 index of flat row n in the padded [R * Q] layout
 
@@ -65,7 +66,7 @@ def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", wind
         fresh_positions = fresh_positions.gather(2, relative.clamp(0, q - 1))
         key_positions = torch.where(relative < 0, key_positions, fresh_positions)
         visible = visible & (positions.view(r, q, 1) - key_positions < window)
-    return AttentionPlan(pages, visible, row_of, padded_of)
+    return AttentionPlan(pages, visible, ~visible.any(1)[:, :, None, None], row_of, padded_of)
 
 
 def paged_tree_attention(
@@ -94,8 +95,10 @@ def paged_tree_attention(
     requests, queries, length = plan.visible.shape
     group = heads // kv_heads
 
-    k = k_pages[plan.pages].view(requests, length, kv_heads, dim).transpose(1, 2)
-    v = v_pages[plan.pages].view(requests, length, kv_heads, dim).transpose(1, 2)
+    k, v = (
+        pages[plan.pages].view(requests, length, kv_heads, dim).masked_fill(plan.unseen, 0).transpose(1, 2)
+        for pages in (k_pages, v_pages)
+    )
     padded = q if plan.row_of is None else q[plan.row_of.flatten()]
     # GQA: the heads that share a KV head become rows of one product.
     rows = padded.view(requests, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
