@@ -95,6 +95,8 @@ def build(variant: Variant, folder: Path | None = None) -> Path:
 
 def compile_variant(variant: Variant, options: str = "") -> Any:
     """The DSL's compiled function. Shapes are symbolic, so one compilation serves every batch."""
+    if dsl_version() == "none":
+        raise RuntimeError(f"{_DSL} is not installed, allowed: pip install '{_DSL}[cu13]', or libraries built elsewhere")
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     import cutlass
     import cutlass.cute as cute

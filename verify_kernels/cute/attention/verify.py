@@ -348,10 +348,11 @@ class VerifyAttention:
         if const_expr(not self.alternate):
             if wg == 1:
                 cute.arch.barrier_arrive(barrier_id=4, number_of_threads=CONSUMERS)
+        queries = cute.make_rmem_tensor(cute.make_layout((8, self.rows * self.head_dim // (8 * CONSUMERS))), self.dtype)
+        if segment_count > 0:
+            self.read_queries(q, record, rank, thread, queries)
         count = Int32(0)
         for n in cutlass.range(segment_count, unroll=1):
-            if n > 0:
-                record.store(self.read_segment(segments, rest + n - 1).load())
             head, row0 = record[1], record[2] + rank * self.rows
             q_start, q_len, context, t0, t1, slot = (record[i] for i in range(3, 9))
             query_rows = q_len * self.group
@@ -360,7 +361,7 @@ class VerifyAttention:
                     t1 = t0
 
             cute.arch.barrier(barrier_id=1, number_of_threads=CONSUMERS)
-            self.load_queries(q, s_q, head, row0, q_start, query_rows, thread)
+            self.write_queries(s_q, thread, queries)
             for i in cutlass.range_constexpr(2):
                 token = (row0 + row + 8 * i) // self.group
                 words[i] = Uint64(0)
@@ -430,6 +431,10 @@ class VerifyAttention:
                 self.release(empty_v + stage)
             count += t1 - t0
 
+            if n + 1 < segment_count:
+                # The next segment's queries are on their way while this one's results are stored.
+                record.store(self.read_segment(segments, rest + n).load())
+                self.read_queries(q, record, rank, thread, queries)
             for i in cutlass.range_constexpr(2):
                 total = row_sum[i]
                 total += cute.arch.shuffle_sync_bfly(total, 1)
@@ -453,32 +458,24 @@ class VerifyAttention:
             cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
-    def load_queries(
-        self,
-        q: cute.Tensor,
-        s_q: cute.Tensor,
-        head: Int32,
-        row0: Int32,
-        q_start: Int32,
-        query_rows: Int32,
-        thread: Int32,
-    ) -> None:
-        """The CTA's query rows into shared memory, zeros past the end; 16 bytes at a time."""
+    def read_queries(self, q: cute.Tensor, record: cute.Tensor, rank: Int32, thread: Int32, values: cute.Tensor) -> None:
+        """A segment's query rows of this CTA, 16 bytes at a time; zeros past the request's end."""
         chunks = self.head_dim // 8
-        copies = self.rows * chunks // CONSUMERS
-        s_rows = cute.tiled_divide(s_q, (1, 8))  # ((1, 8), 64, D/8, rows/64)
-        values = cute.make_rmem_tensor(cute.make_layout((8, copies)), self.dtype)
+        row0 = record[2] + rank * self.rows
         values.fill(0.0)
-        c = thread % chunks
-        for i in cutlass.range_constexpr(copies):
+        for i in cutlass.range_constexpr(self.rows * chunks // CONSUMERS):
+            r = row0 + (i * CONSUMERS + thread) // chunks
+            if r < record[4] * self.group:
+                source = q[record[3] + r // self.group, record[1] * self.group + r % self.group, None]
+                cute.autovec_copy(cute.tiled_divide(source, (8,))[None, thread % chunks], values[None, i])
+
+    @cute.jit
+    def write_queries(self, s_q: cute.Tensor, thread: Int32, values: cute.Tensor) -> None:
+        chunks = self.head_dim // 8
+        s_rows = cute.tiled_divide(s_q, (1, 8))  # ((1, 8), 64, D/8, rows/64)
+        for i in cutlass.range_constexpr(self.rows * chunks // CONSUMERS):
             r = (i * CONSUMERS + thread) // chunks
-            if row0 + r < query_rows:
-                token = q_start + (row0 + r) // self.group
-                source = q[token, head * self.group + (row0 + r) % self.group, None]
-                cute.autovec_copy(cute.tiled_divide(source, (8,))[None, c], values[None, i])
-        for i in cutlass.range_constexpr(copies):
-            r = (i * CONSUMERS + thread) // chunks
-            cute.autovec_copy(values[None, i], s_rows[(0, None), r % 64, c, r // 64])
+            cute.autovec_copy(values[None, i], s_rows[(0, None), r % 64, thread % chunks, r // 64])
 
     @cute.jit
     def next_tile(

@@ -1,0 +1,124 @@
+"""The shipped kernels compile for sm_90a without a GPU: matrix instructions, no spills, a complete cache key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.attention.run import choose, plan
+
+ROOT = Path(__file__).parents[2]
+needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
+
+# What a Qwen3-8B tree, a wide tree and a chain of any length use.
+SHIPPED = [
+    choose(torch.bfloat16, 128, 32, 8, 16, "tree", 16),
+    choose(torch.bfloat16, 128, 32, 8, 16, "tree", 64),
+    choose(torch.float16, 64, 14, 2, 32, "causal", 300),
+]
+
+
+def compile_remarks(variant: kernels.Variant, folder: Path) -> str:
+    """ptxas's words about a variant, and its cubin in the folder. In a process of its own: the DSL reads its environment once."""
+    code = (
+        "from verify_kernels.cute.compile import Variant, compile_variant\n"
+        f"compile_variant({variant!r}, \"--ptxas-options '-v'\")"
+    )
+    environment = {
+        "CUTE_DSL_ARCH": kernels.ARCH,
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(folder),
+        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+        "HOME": str(folder),
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@needs_dsl
+@pytest.mark.parametrize("variant", SHIPPED, ids=lambda v: v.name)
+def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
+    remarks = compile_remarks(variant, tmp_path)
+    spills = re.findall(r"(\d+) bytes spill", remarks)
+    assert spills and all(int(n) == 0 for n in spills), remarks
+    assert "wgmma.mma_async instructions are serialized" not in remarks
+    (ptx,) = tmp_path.glob("*.ptx")
+    text = ptx.read_text()
+    # Scores of the first tile, of unmasked and of masked tiles; values in both loops and after the last tile.
+    products = 3 * (variant.head_dim // 16 + variant.tile_n // 16)
+    assert len(re.findall(r"wgmma\.mma_async", text)) == products
+    assert "cp.async.bulk.tensor" in text
+
+
+def test_cache_key_names_everything(tmp_path, monkeypatch):
+    variant = SHIPPED[0]
+    first = kernels.library(variant, tmp_path)
+    assert kernels.library(variant, tmp_path) == first
+    assert kernels.library(SHIPPED[1], tmp_path) != first
+    for name, value in (("ARCH", "sm_100a"), ("dsl_version", lambda: "0.0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, name, value)
+            kernels.fingerprint.cache_clear()
+            assert kernels.library(variant, tmp_path) != first
+    kernels.fingerprint.cache_clear()
+    assert kernels.library(variant, tmp_path) == first
+
+
+def test_cache_key_follows_the_sources(tmp_path, monkeypatch):
+    first = kernels.library(SHIPPED[0], tmp_path)
+    for source in Path(kernels.__file__).parent.rglob("*.py"):
+        target = tmp_path / "cute" / source.relative_to(Path(kernels.__file__).parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(source.read_text() + "\n# changed\n")
+    monkeypatch.setattr(kernels, "__file__", str(tmp_path / "cute" / "compile.py"))
+    kernels.fingerprint.cache_clear()
+    assert kernels.library(SHIPPED[0], tmp_path) != first
+    monkeypatch.undo()
+    kernels.fingerprint.cache_clear()
+
+
+def test_build_reuses_what_the_folder_holds(tmp_path):
+    path = kernels.library(SHIPPED[0], tmp_path)
+    path.write_bytes(b"kept")
+    assert kernels.build(SHIPPED[0], tmp_path) == path
+    assert path.read_bytes() == b"kept"
+
+
+def test_tiles_follow_the_rows():
+    tiles = {q: choose(torch.bfloat16, 128, 32, 8, 16, "tree", q) for q in (1, 16, 17, 32, 33, 64)}
+    assert {q: (v.rows, v.blocks) for q, v in tiles.items()} == {
+        1: (64, 1), 16: (64, 1), 17: (128, 1), 32: (128, 1), 33: (128, 2), 64: (128, 2),
+    }  # fmt: skip
+
+
+def test_errors_name_the_field():
+    with pytest.raises(ValueError, match=r"dtype is torch.float32, allowed"):
+        choose(torch.float32, 128, 32, 8, 16, "tree", 8)
+    with pytest.raises(ValueError, match=r"ancestor_masks are none, allowed"):
+        offsets = torch.tensor([0, 1], dtype=torch.int32)
+        plan(SHIPPED[0], torch.zeros(1, 1, dtype=torch.int32), offsets[:1], offsets, None, 1)
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("head_dim", 96, "head_dim is 96, allowed: 64, 128"),
+        ("page_size", 48, "page_size is 48, allowed: 16, 32, 64, 128"),
+        ("kv_heads", 5, "heads / kv_heads is 32 / 5, allowed"),
+        ("mask", "prefix", "mask is 'prefix', allowed: tree, causal, full"),
+        ("stages", 3, "stages is 3, allowed with 64 rows: an even number"),
+    ],
+)
+def test_unsupported_variants(field, value, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        kernels.compile_variant(dataclasses.replace(SHIPPED[0], **{field: value}))
