@@ -101,10 +101,14 @@ def plan(config: BenchConfig) -> list[Point]:
     if REAL in config.acceptance_length and None not in wishes:
         wishes.insert(0, None)
     if config.drafter == "none" and any(wishes):
-        raise ConfigError("drafter: found none with a synthetic acceptance, allowed: a drafter, whose work is timed too")
+        raise ConfigError(
+            "drafter: found none with a synthetic acceptance, allowed: a drafter, whose work is timed too"
+        )
     lines = shapes(config)
     if any(wishes) and not lines:
-        raise ConfigError("num_speculative_tokens: found 0 with a synthetic acceptance, allowed: at least one k above 0 or a tree")
+        raise ConfigError(
+            "num_speculative_tokens: found 0 with a synthetic acceptance, allowed: at least one k above 0 or a tree"
+        )
     points = []
     for b in config.num_requests:
         points.append(Point(b, "chain", TreeSpec.chain(0), None, None))
@@ -129,7 +133,8 @@ def plan(config: BenchConfig) -> list[Point]:
         deepest = max(p.spec.depth for p in drafted)
         if drafted[0].requested is not None:
             raise ConfigError(
-                f"acceptance_length: found {drafted[0].requested:g}, allowed: 1 to {deepest + 1} with up to {deepest} drafts"
+                f"acceptance_length: found {drafted[0].requested:g}, "
+                f"allowed: 1 to {deepest + 1} with up to {deepest} drafts"
             )
         raise ConfigError(drafted[0].error)
     return points
@@ -152,9 +157,7 @@ def make_drafter(name: str, target: Target, config: BenchConfig) -> object | Non
 def load(name: str, config: BenchConfig) -> Target:
     from dspark_runtime.targets import load_target
 
-    return load_target(
-        name, dtype=config.dtype, device=config.device, weights=config.weights, seed=config.seed
-    )
+    return load_target(name, dtype=config.dtype, device=config.device, weights=config.weights, seed=config.seed)
 
 
 # ------------------------------------------------------------------------------------------------------ one run
@@ -169,7 +172,9 @@ class Prompts:
         self.ids: list[list[int]] = []
         if texts is not None:
             if target.tokenizer is None:
-                raise ConfigError(f"prompts: target {target.name} has no tokenizer, allowed: --context N (random token ids)")
+                raise ConfigError(
+                    f"prompts: target {target.name} has no tokenizer, allowed: --context N (random token ids)"
+                )
             self.ids = [encode(target.tokenizer, text) for text in texts.texts]
 
     def of(self, repeat: int, num_requests: int) -> list[list[int]]:
@@ -258,7 +263,9 @@ def time_numbers(repeats: Sequence[Repeat], num_requests: int) -> dict[str, obje
         request_rates += [n / seconds for n in tokens.values()]
     steps = [s for part in full for s in part]
     rate = statistics.median(rates)
-    phases = {k: statistics.median(s.ms.get(k, 0.0) for s in steps) for k in ("draft", "verify", "accept", "other", "total")}
+    phases = {
+        k: statistics.median(s.ms.get(k, 0.0) for s in steps) for k in ("draft", "verify", "accept", "other", "total")
+    }
     experts = [statistics.fmean(s.unique_experts) for s in steps if s.unique_experts]
     return dict(
         output_throughput=rate,
@@ -310,7 +317,9 @@ def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor_ms: fl
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def bench(config: BenchConfig, command: str = "dspark bench", progress: Progress = lambda text, done, total: None) -> Run:
+def bench(
+    config: BenchConfig, command: str = "dspark bench", progress: Progress = lambda text, done, total: None
+) -> Run:
     """Load, warm up, measure, and return every number. Raises ConfigError before anything slow where it can."""
     points = plan(config)
     texts = load_prompts(config.prompts) if config.context_len is None else None
@@ -332,16 +341,16 @@ def measure(
 ) -> Run:
     """All repeats of all points with one engine."""
     from dspark_runtime.engine import Engine
-    from eval.environment import environment
     from eval import floor
+    from eval.environment import environment
 
     model = target.model
     deepest = max(p.spec.depth for p in points)
     longest = prompts.longest + config.max_tokens + deepest + 1
     if longest > model.max_model_len:
         raise ConfigError(
-            f"context_len: prompts of up to {prompts.longest} tokens, {config.max_tokens} new ones and {deepest + 1} of one "
-            f"step make {longest}, allowed: at most {model.max_model_len}, the context limit of {target.name}"
+            f"context_len: prompts of up to {prompts.longest} tokens, {config.max_tokens} new ones and {deepest + 1} of "
+            f"one step make {longest}, allowed: at most {model.max_model_len}, the context limit of {target.name}"
         )
     cuda_graph = config.cuda_graph if config.cuda_graph is not None else model.device.type == "cuda"
     progress("measuring the machine", 0, 1)

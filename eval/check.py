@@ -50,7 +50,7 @@ def run(
 
 
 def compare_outputs(plain: Sequence[RequestOutput], other: Sequence[RequestOutput], gap: float) -> tuple[int, int]:
-    """(requests that differ, of them near ties): a near tie's first differing token is within `gap` of the plain one."""
+    """(requests that differ, of them near ties): a near tie first differs in a token within `gap` of the best."""
     differ = ties = 0
     for a, b in zip(plain, other, strict=True):
         if a.token_ids == b.token_ids:
@@ -136,7 +136,11 @@ def check_pair(
     enough = accepted == drafted if not gap else accepted >= 0.9 * drafted
     verdict(enough and drafted > 0, f"target as its own drafter: {accepted} of {drafted} drafts accepted")
     lengths = ", ".join(str(len(ids)) for ids in edges)
-    same(f"prompt lengths {lengths} (page {PAGE}, chunk {CHUNK})", [*reference, *(reference[i] for i in at_chunk)], [*twin, *alone])
+    same(
+        f"prompt lengths {lengths} (page {PAGE}, chunk {CHUNK})",
+        [*reference, *(reference[i] for i in at_chunk)],
+        [*twin, *alone],
+    )
 
     if drafter is None:
         return all_passed

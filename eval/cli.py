@@ -36,7 +36,8 @@ Device = Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1.")]
 Dtype = Annotated[Optional[str], typer.Option(help="auto, float32, bfloat16, float16.")]
 Weights = Annotated[Optional[str], typer.Option(help="auto, or dummy: seeded random weights, for timing.")]
 Method = Annotated[
-    Optional[str], typer.Option("--rejection-sample-method", help="Acceptance rule; auto picks one that fits the drafter.")
+    Optional[str],
+    typer.Option("--rejection-sample-method", help="Acceptance rule; auto picks one that fits the drafter."),
 ]
 Seed = Annotated[Optional[int], typer.Option(help="Everything random follows from it.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
@@ -96,14 +97,20 @@ def bench(
     drafter: Drafter = None,
     k: K = None,
     tree: Tree = None,
-    num_requests: Annotated[Optional[str], typer.Option("-b", "--num-requests", help="Requests at once: 1,8,32.")] = None,
+    num_requests: Annotated[
+        Optional[str], typer.Option("-b", "--num-requests", help="Requests at once: 1,8,32.")
+    ] = None,
     al: Annotated[
         Optional[str],
         typer.Option("--al", help="Synthetic AL, bonus token included: 3.24 or 2,3,4; 'real' is the drafter's own."),
     ] = None,
     al_law: Annotated[Optional[str], typer.Option(help="min_variance (as in vLLM) or geometric.")] = None,
-    rates: Annotated[Optional[str], typer.Option(help="Synthetic unconditional rates by position: 0.9,0.7,0.4.")] = None,
-    trace: Annotated[Optional[str], typer.Option(help="Synthetic: replay the acceptance recorded in this JSON file.")] = None,
+    rates: Annotated[
+        Optional[str], typer.Option(help="Synthetic unconditional rates by position: 0.9,0.7,0.4.")
+    ] = None,
+    trace: Annotated[
+        Optional[str], typer.Option(help="Synthetic: replay the acceptance recorded in this JSON file.")
+    ] = None,
     context: Annotated[Optional[int], typer.Option(help="Prompts of this many random token ids, not texts.")] = None,
     tokens: Annotated[Optional[int], typer.Option(help="Tokens of each request.")] = None,
     prompts: Annotated[Optional[str], typer.Option(help='JSONL file, {"turns": [text]} a line.')] = None,
@@ -114,7 +121,9 @@ def bench(
     weights: Weights = None,
     cuda_graph: Annotated[Optional[bool], typer.Option(help="Replay steps as CUDA graphs (default: on a GPU).")] = None,
     seed: Seed = None,
-    repeats: Annotated[Optional[int], typer.Option(help="Measured repeats of every point, each with other prompts.")] = None,
+    repeats: Annotated[
+        Optional[int], typer.Option(help="Measured repeats of every point, each with other prompts.")
+    ] = None,
     warmup: Annotated[Optional[int], typer.Option(help="Repeats before them that do not count.")] = None,
     config: Annotated[Optional[Path], typer.Option(help="Recipe (YAML); flags override it.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl on stdout.")] = "md",
@@ -236,7 +245,9 @@ def check(
     drafter: Drafter = None,
     k: K = None,
     tree: Annotated[Optional[str], typer.Option(help="Tree to check beside the chain.")] = None,
-    expect_al: Annotated[Optional[float], typer.Option(help="Fail if the AL is further than --tolerance from this.")] = None,
+    expect_al: Annotated[
+        Optional[float], typer.Option(help="Fail if the AL is further than --tolerance from this.")
+    ] = None,
     tolerance: Annotated[float, typer.Option(help="Allowed distance from --expect-al.")] = 0.1,
     min_al: Annotated[float, typer.Option(help="A drafter below this is called dead and fails.")] = 1.05,
     device: Device = None,

@@ -29,7 +29,18 @@ def beyond_spread(a: BenchRow, b: BenchRow) -> bool:
 def differences(a: Run, b: Run) -> list[str]:
     """What besides the code could explain a difference: machine, versions, prompts, seed."""
     lines = []
-    for field in ("machine", "gpu", "cpu", "cores", "driver", "torch", "cuda_graph", "prompts_sha256", "seed", "commit"):
+    for field in (
+        "machine",
+        "gpu",
+        "cpu",
+        "cores",
+        "driver",
+        "torch",
+        "cuda_graph",
+        "prompts_sha256",
+        "seed",
+        "commit",
+    ):
         left, right = getattr(a.environment, field), getattr(b.environment, field)
         if left != right:
             lines.append(f"{field}: {left} | {right}")
@@ -45,7 +56,9 @@ def compare(a: Run, b: Run, name_a: str = "A", name_b: str = "B") -> str:
     other = {key(r): r for r in b.results if r.ran}
     pairs = [(r, other[key(r)]) for r in a.results if r.ran and key(r) in other]
     if not pairs:
-        raise ConfigError(f"compare: {name_a} and {name_b} share no point (same target, drafter, acceptance, requests, k)")
+        raise ConfigError(
+            f"compare: {name_a} and {name_b} share no point (same target, drafter, acceptance, requests, k)"
+        )
     header = ("line", "b", "AL A", "AL B", "tok/s A", "tok/s B", "B / A", "± A", "± B", "verdict")
     body = []
     for x, y in pairs:

@@ -16,7 +16,7 @@ def doctor() -> str:
 
     commit, dirty = env.git_state()
     lines = [
-        f"machine       {platform.node()}: {env.cpu_name()}, {env.cores()} cores, {platform.system()} {platform.release()}",
+        f"machine       {platform.node()}: {env.cpu_name()}, {env.cores()} cores, {platform.platform(terse=True)}",
         f"python        {platform.python_version()}",
         f"torch         {torch.__version__}, {torch.get_num_threads()} threads",
         f"transformers  {env.version('transformers') or 'not installed'}",
@@ -28,8 +28,8 @@ def doctor() -> str:
         major, minor = torch.cuda.get_device_capability(device)
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         lines.append(
-            f"GPU           {env.gpu_name(device)}, sm_{major}{minor}, {memory:.0f} GiB, driver {env.gpu_driver(device)}, "
-            f"CUDA {torch.version.cuda}"
+            f"GPU           {env.gpu_name(device)}, sm_{major}{minor}, {memory:.0f} GiB, "
+            f"driver {env.gpu_driver(device)}, CUDA {torch.version.cuda}"
         )
     else:
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"

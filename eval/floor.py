@@ -79,7 +79,9 @@ def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
         elif isinstance(value, dict):
             for key, item in value.items():
                 yield from walk(f"{path}.{key}", item)
-        elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(getattr(value, "__get__", None)):
+        elif (
+            hasattr(value, "__dict__") and not isinstance(value, type) and not callable(getattr(value, "__get__", None))
+        ):
             seen.add(id(value))
             for key, item in vars(value).items():
                 if key.startswith("_"):
@@ -99,7 +101,8 @@ def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
     dense = experts = flops = num_experts = 0
     config = getattr(model, "config", None)
     per_token = next(
-        (getattr(config, name) for name in ("num_experts_per_tok", "experts_per_token") if getattr(config, name, None)), 0
+        (getattr(config, name) for name in ("num_experts_per_tok", "experts_per_token") if getattr(config, name, None)),
+        0,
     )
     found = [(path, w) for path, w in weights(model) if w.dim() in (2, 3)]
     untied = any("lm_head" in path for path, _ in found)

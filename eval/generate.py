@@ -32,7 +32,9 @@ def stream(engine: object, prompt: Sequence[int], params: object, write: Callabl
     return f"AL {length:.2f} · {len(last.token_ids) / seconds:.1f} tok/s"
 
 
-def generate(prompt: str, config: BenchConfig, options: dict[str, object], raw: bool, write: Callable[[str], None]) -> str:
+def generate(
+    prompt: str, config: BenchConfig, options: dict[str, object], raw: bool, write: Callable[[str], None]
+) -> str:
     """Load target and drafter, stream one completion. options: fields of SamplingParams. Returns the closing line."""
     from drafters.tree import TreeSpec
     from dspark_runtime.engine import Engine

@@ -61,7 +61,8 @@ def title(run: Run) -> str:
 
 def speed_table(rows: Sequence[BenchRow]) -> str:
     header = (
-        "line", "b", "AL", "tok/s/user", "tok/s", "x plain", "break-even AL", "TPOT ms", "step ms", "± repeats", "± prompts",
+        "line", "b", "AL", "tok/s/user", "tok/s", "x plain", "break-even AL", "TPOT ms", "step ms",
+        "± repeats", "± prompts",
     )  # fmt: skip
     body = [
         (
@@ -136,7 +137,9 @@ def notes(run: Run) -> list[str]:
                 lines.append(f"{kind.upper() if r.ran else 'NOT RUN'}: {name(r)}, b={r.num_requests}: {text}")
     unsteady = [r for r in run.results if r.warning and r.warning.startswith("unsteady")]
     if unsteady:
-        lines.append(f"WARNING: unsteady machine (see ± repeats) in {len(unsteady)} of {len(run.results)} lines: is it busy?")
+        lines.append(
+            f"WARNING: unsteady machine (see ± repeats) in {len(unsteady)} of {len(run.results)} lines: is it busy?"
+        )
     return lines
 
 
@@ -148,7 +151,7 @@ def markdown(run: Run) -> str:
         "",
         f"b: requests at once; every request gives {c.max_tokens} tokens, end of sequence ignored; {context_of(run)}; "
         f"temperature {c.temperature:g}; median of {c.repeats} repeats after {c.warmup} warm-up, seed {c.seed}.",
-        "AL: tokens emitted per request and verify step, bonus token included. Step: median over steps with all b requests.",
+        "AL: tokens emitted per request and verify step, bonus token included. Step: median over steps of all b requests.",
         *laws(run),
         "",
         speed_table(run.results),
@@ -192,7 +195,9 @@ def flat(row: BenchRow) -> dict[str, object]:
     out: dict[str, object] = {}
     for name in BenchRow.model_fields:
         value = getattr(row, name)
-        nested = {"step_ms": ("draft", "verify", "accept", "other", "total"), "spread": ("repeats", "prompts")}.get(name)
+        nested = {"step_ms": ("draft", "verify", "accept", "other", "total"), "spread": ("repeats", "prompts")}.get(
+            name
+        )
         if nested:
             out |= {f"{name}.{key}": None if value is None else getattr(value, key) for key in nested}
         else:
@@ -249,6 +254,7 @@ def plot(run: Run, path: Path) -> None:
     dashes = {label: ("-", "--", ":", "-.")[i % 4] for i, label in enumerate(dict.fromkeys(k[0] for k in lines))}
     marks = {label: "osD^v"[i % 5] for i, label in enumerate(dashes)}
     for (label, b), points in lines.items():
+
         def x_of(r: BenchRow) -> float:
             return r.spec_decode_acceptance_length if over_al else r.num_speculative_tokens
 

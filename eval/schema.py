@@ -24,7 +24,7 @@ class Strict(BaseModel):
 
 
 def int_list(value: object) -> object:
-    """"0-7", "1,8,32", "0-3,7" or one number -> list of int, in order, without repetition."""
+    """ "0-7", "1,8,32", "0-3,7" or one number -> list of int, in order, without repetition."""
     if isinstance(value, int) and not isinstance(value, bool):
         return [value]
     if not isinstance(value, str):
@@ -39,7 +39,7 @@ def int_list(value: object) -> object:
 
 
 def float_list(value: object) -> object:
-    """"1,0.8,0.4" or one number -> list of float."""
+    """ "1,0.8,0.4" or one number -> list of float."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return [value]
     if not isinstance(value, str):
@@ -138,7 +138,9 @@ class BenchConfig(Strict):
         if any(not 0.0 <= r <= 1.0 for r in value):
             raise ValueError(f"found {value}, allowed: values from 0 to 1")
         if any(b > a for a, b in zip(value, value[1:])):
-            raise ValueError(f"found {value}, allowed: never increasing (share of steps that accept position i and all before)")
+            raise ValueError(
+                f"found {value}, allowed: never increasing (share of steps that accept position i and all before)"
+            )
         return value
 
     @model_validator(mode="after")

@@ -7,7 +7,8 @@ from eval.schema import BenchConfig, BenchRow, Environment, Run, Spread, StepMs
 
 def environment(**changes: object) -> Environment:
     facts = dict(
-        machine="box", system="Linux 6", cpu="Some CPU", cores=2, gpu=None, driver=None, python="3.11.0", torch="2.13.0",
+        machine="box", system="Linux 6", cpu="Some CPU", cores=2, gpu=None, driver=None, python="3.11.0",
+        torch="2.13.0",
         transformers="5.24.0", cutlass=None, commit="abc123", dirty=False, seed=0, ops={"linear": "verify_kernels.x"},
         cpu_kernels=None, cuda_graph=False, prompts="mixed.jsonl", prompts_sha256="f" * 64, read_bandwidth_gbps=20.0,
         matmul_tflops=0.1, ceilings="measured",

@@ -24,8 +24,8 @@ def step(emitted: dict[int, int], drafted: int, ms: float, verify: float | None 
     verify = ms if verify is None else verify
     n = len(emitted)
     return StepRecord(
-        list(emitted), [drafted] * n, [e - 1 for e in emitted.values()], list(emitted.values()), n * (drafted + 1), 10 * n,
-        {"draft": 0.0, "verify": verify, "accept": 0.0, "other": ms - verify, "total": ms},
+        list(emitted), [drafted] * n, [e - 1 for e in emitted.values()], list(emitted.values()),
+        n * (drafted + 1), 10 * n, {"draft": 0.0, "verify": verify, "accept": 0.0, "other": ms - verify, "total": ms},
     )  # fmt: skip
 
 
@@ -51,8 +51,8 @@ def test_ranges_and_lists() -> None:
         (dict(repeats=0), "repeats: found 0, allowed: greater than or equal to 1"),
         (dict(max_tokens="x"), "max_tokens: found 'x', allowed: a valid integer, unable to parse string as an integer"),
         (dict(dtype="int4"), "dtype: found 'int4', allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
-        (dict(synthetic_acceptance_rates="0.2,0.5"), "synthetic_acceptance_rates: found [0.2, 0.5], allowed: never increasing"),
-        (dict(acceptance_length=2, synthetic_acceptance_rates=[0.5]), "synthetic_acceptance_rates: found together with accept"),
+        (dict(synthetic_acceptance_rates="0.2,0.5"), "synthetic_acceptance_rates: found [0.2, 0.5], allowed: never"),
+        (dict(acceptance_length=2, synthetic_acceptance_rates=[0.5]), "synthetic_acceptance_rates: found together with"),
         (dict(prompts="a", context_len=5), "context_len: found together with prompts"),
         (dict(reqests=3), "reqests: unknown field, allowed: target, drafter,"),
     ],
@@ -144,7 +144,9 @@ def test_four_tokens_in_ten_milliseconds() -> None:
 def test_times_come_from_steps_in_which_all_requests_ran() -> None:
     records = [step({0: 2, 1: 4}, 3, 20.0)] * 4 + [step({0: 2}, 3, 500.0)] * 9
     numbers = time_numbers([Repeat(records, 0.0)] * 2, 2)
-    assert numbers["output_throughput"] == pytest.approx(300) and numbers["output_throughput_per_user"] == pytest.approx(150)
+    assert numbers["output_throughput"] == pytest.approx(300) and numbers[
+        "output_throughput_per_user"
+    ] == pytest.approx(150)
     assert numbers["tpot_ms"] == pytest.approx(1e3 / 150) and numbers["chunk_gap_ms"] == 20.0
     with pytest.raises(DsparkError, match="never ran 3 requests at once"):
         time_numbers([Repeat(records, 0.0)], 3)
@@ -190,12 +192,16 @@ def test_a_drafter_that_proposes_nothing_is_named() -> None:
 
 def test_sampling_error_of_a_length() -> None:
     """Minimum variance at AL 3.24: one Bernoulli of 0.24. Geometric: variance by enumeration."""
-    assert sampling_error(SyntheticLaw.make(7, acceptance_length=3.24), 100) == pytest.approx(math.sqrt(0.24 * 0.76 / 100))
+    assert sampling_error(SyntheticLaw.make(7, acceptance_length=3.24), 100) == pytest.approx(
+        math.sqrt(0.24 * 0.76 / 100)
+    )
     p = SyntheticLaw.make(4, acceptance_length=2.5, law="geometric").survival
     mass = [a - b for a, b in zip((1.0, *p), (*p, 0.0))]
     mean = sum(i * m for i, m in enumerate(mass))
     variance = sum((i - mean) ** 2 * m for i, m in enumerate(mass))
-    assert sampling_error(SyntheticLaw.make(4, acceptance_length=2.5, law="geometric"), 9) == pytest.approx(math.sqrt(variance / 9))
+    assert sampling_error(SyntheticLaw.make(4, acceptance_length=2.5, law="geometric"), 9) == pytest.approx(
+        math.sqrt(variance / 9)
+    )
 
 
 # --------------------------------------------------------------------------------------------------- a whole run
@@ -221,7 +227,9 @@ def test_a_model_of_stated_shape_with_random_weights(monkeypatch: pytest.MonkeyP
     from dspark_runtime.targets import load_target
 
     target = load_target("tiny", dtype="float32", device="cpu", weights="dummy")
-    weights = sum(w.numel() * 4 for layer in target.model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    weights = sum(
+        w.numel() * 4 for layer in target.model.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)
+    )
     weights += target.model.lm_head.numel() * 4
     c = target.config
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
@@ -250,7 +258,8 @@ def test_cost_of_a_model_is_read_off_its_tensors() -> None:
     """Two layers of a [6, 4] and experts [3, 5, 4], a head [10, 4] and an embedding; norms and tables do not count."""
     half = torch.bfloat16
     layers = [
-        dict(proj=torch.zeros(6, 4, dtype=half), experts=torch.zeros(3, 5, 4, dtype=half), norm=torch.zeros(4)) for _ in range(2)
+        dict(proj=torch.zeros(6, 4, dtype=half), experts=torch.zeros(3, 5, 4, dtype=half), norm=torch.zeros(4))
+        for _ in range(2)
     ]
     config = SimpleNamespace(num_experts_per_tok=2)
     embed = torch.zeros(10, 4, dtype=half)
@@ -274,7 +283,9 @@ def test_the_projects_own_prompts() -> None:
     assert len(prompts.texts) >= 60 and len(set(prompts.texts)) == len(prompts.texts) and len(prompts.sha256) == 64
 
 
-@pytest.mark.parametrize("line", ["not json", "[]", '{"turns": []}', '{"turns": "text"}', '{"turns": [""]}', '{"text": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["not json", "[]", '{"turns": []}', '{"turns": "text"}', '{"turns": [""]}', '{"text": "x"}']
+)
 def test_a_broken_prompt_file_names_its_line(line: str, tmp_path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"turns": ["fine"]}\n\n' + line + "\n")

@@ -47,7 +47,9 @@ def logits(prefix: tuple[int, ...]) -> list[float]:
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(name: str, config: object) -> SimpleNamespace:
-        return SimpleNamespace(model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted")
+        return SimpleNamespace(
+            model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted"
+        )
 
     for module in (eval.bench, eval.check, eval.generate):
         monkeypatch.setattr(module, "load", load)
@@ -80,10 +82,13 @@ def test_config_checks_import_nothing_heavy() -> None:
 
 def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
     script = (
-        "import sys\nfrom eval.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
+        "import sys\nfrom eval.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    code = end.code\n"
         "print('\\nMODULES', code, *({'torch', 'cutlass', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     _, found, *modules = done.stdout.splitlines()[-1].split()
     assert int(found) == code
     return modules
@@ -142,7 +147,9 @@ def test_bench_prints_a_table_and_writes_the_run(capsys: pytest.CaptureFixture[s
     for r in run.results:
         assert r.ran and r.error is None and r.repeats == 2
         assert r.spec_decode_acceptance_length == pytest.approx(1 + sum(r.spec_decode_per_position_acceptance_rates))
-        assert r.step_ms.total == pytest.approx(r.chunk_gap_ms) and r.tpot_ms * r.output_throughput_per_user == pytest.approx(1e3)
+        assert r.step_ms.total == pytest.approx(
+            r.chunk_gap_ms
+        ) and r.tpot_ms * r.output_throughput_per_user == pytest.approx(1e3)
         if r.synthetic:
             assert r.acceptance == "SYNTHETIC AL 2.00 (min_variance)" and r.spec_decode_acceptance_length == 2.0
             assert r.draft_acceptance_rate == pytest.approx(1 / r.num_speculative_tokens)
