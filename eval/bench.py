@@ -349,7 +349,7 @@ def measure(
     longest = prompts.longest + config.max_tokens + deepest + 1
     if longest > model.max_model_len:
         raise ConfigError(
-            f"context_len: prompts of up to {prompts.longest} tokens, {config.max_tokens} new ones and {deepest + 1} of "
+            f"context_len: prompts of up to {prompts.longest} tokens, {config.max_tokens} new, {deepest + 1} of "
             f"one step make {longest}, allowed: at most {model.max_model_len}, the context limit of {target.name}"
         )
     cuda_graph = config.cuda_graph if config.cuda_graph is not None else model.device.type == "cuda"

@@ -151,7 +151,7 @@ def markdown(run: Run) -> str:
         "",
         f"b: requests at once; every request gives {c.max_tokens} tokens, end of sequence ignored; {context_of(run)}; "
         f"temperature {c.temperature:g}; median of {c.repeats} repeats after {c.warmup} warm-up, seed {c.seed}.",
-        "AL: tokens emitted per request and verify step, bonus token included. Step: median over steps of all b requests.",
+        "AL: tokens emitted per request and verify step, bonus token included. Step: median over full batches.",
         *laws(run),
         "",
         speed_table(run.results),

@@ -52,7 +52,7 @@ def test_ranges_and_lists() -> None:
         (dict(max_tokens="x"), "max_tokens: found 'x', allowed: a valid integer, unable to parse string as an integer"),
         (dict(dtype="int4"), "dtype: found 'int4', allowed: 'auto', 'float32', 'bfloat16' or 'float16'"),
         (dict(synthetic_acceptance_rates="0.2,0.5"), "synthetic_acceptance_rates: found [0.2, 0.5], allowed: never"),
-        (dict(acceptance_length=2, synthetic_acceptance_rates=[0.5]), "synthetic_acceptance_rates: found together with"),
+        (dict(acceptance_length=2, synthetic_acceptance_rates=[0.5]), "synthetic_acceptance_rates: found together"),
         (dict(prompts="a", context_len=5), "context_len: found together with prompts"),
         (dict(reqests=3), "reqests: unknown field, allowed: target, drafter,"),
     ],
