@@ -17,8 +17,8 @@ from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
 class DraftModel:
     """Any causal model over the engine's pages drafts a static topology, level by level. Implements `Drafter`.
 
-    model: an object with the members of `dspark_runtime.models.base.Model`. Rank i of a parent's children is its i-th most
-    likely token (ties: lowest id), or, where a request samples, the i-th draw without replacement.
+    model: an object with the members of `dspark_runtime.models.base.Model`. Rank i of a parent's children is its i-th
+    most likely token (ties: lowest id), or, where a request samples, the i-th draw without replacement.
 
     The newest context token is the deepest draft that was accepted, which this model never ran; so each step begins by
     running the last two committed tokens, whichever they are: writing the same keys and values twice changes nothing.
@@ -97,7 +97,7 @@ class DraftModel:
     def _first_pass(self, state: BatchState) -> Tensor:
         """Runs [token before the root, root]; returns the root's hidden state [R, H].
 
-        Without a token before the root, the root comes first and is followed by padding, in the slot of the first draft.
+        Without a token before the root, the root comes first, followed by padding in the slot of the first draft.
         """
         device = state.tokens.device
         context = state.context_lens

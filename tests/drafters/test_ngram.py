@@ -12,6 +12,7 @@ from drafters.tree import DraftTree, TreeSpec
 from dspark_runtime.engine import Engine
 from dspark_runtime.models.scripted import ScriptedModel
 from dspark_runtime.sampling import SamplingParams
+from tests.dspark_runtime.test_capturable import NoHostReads
 
 
 def state(histories: list[list[int]], max_drafts: list[int] | None = None) -> BatchState:
@@ -128,3 +129,11 @@ def test_the_first_draft_is_verified_like_any_other() -> None:
     out = engine.generate([[1, 1, 1]], SamplingParams(temperature=0.0, max_tokens=2))[0]
     assert out.token_ids == [2, 2]
     assert (engine.records[0].drafted, engine.records[0].accepted) == ([1], [0])
+
+
+def test_proposing_reads_nothing_back() -> None:
+    rows = state([[1, 2, 1, 2, 1], [3]])
+    for spec in (TreeSpec.chain(3), TreeSpec((-1, 0, 0, 1))):
+        NgramDrafter().propose(rows, spec, False)  # constants are made once
+        with NoHostReads():
+            NgramDrafter().propose(rows, spec, False)
