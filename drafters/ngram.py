@@ -17,7 +17,8 @@ class NgramDrafter:
     An occurrence is better the more tokens it shares with the end of the sequence (between min_ngram and max_ngram)
     and, among equals, the more recent it is. A chain takes the best one; a tree merges the continuations of the best
     ones into a trie, in that order, until its budget is spent (it grows its own shape: of the TreeSpec only depth and
-    number of nodes matter). A continuation ends where the committed tokens end. Without an occurrence there is only the root.
+    number of nodes matter). A continuation ends where the committed tokens end. Without an occurrence there is only
+    the root.
     """
 
     name = "ngram"
