@@ -23,7 +23,7 @@ import torch
 
 from verify_kernels.batch import PassBatch
 from verify_kernels.cute import compile as kernels
-from verify_kernels.cute.attention.run import choose, plan, run
+from verify_kernels.cute.attention.run import choose, plan, plan_variant, run
 from verify_kernels.reference.attention import paged_tree_attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -56,17 +56,21 @@ SHAPES = [
 ]
 
 
-def variants() -> list[kernels.Variant]:
-    cases = [choose(*case) for case in CASES]
-    return list(dict.fromkeys(cases + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]))
+def variants() -> list[kernels.Variant | kernels.PlanVariant]:
+    all_ = [choose(*case) for case in CASES] + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]
+    return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_]))
 
 
-def find(variant: kernels.Variant, folder: Path) -> Path:
+def find(variant: kernels.Variant | kernels.PlanVariant, folder: Path) -> Path:
     """The carried library of a variant; the machine that runs it need not have the DSL that built it."""
     found = sorted(folder.glob(f"{variant.name}-*.so"))
     if len(found) != 1:
         raise SystemExit(f"--kernels: found {len(found)} libraries of {variant.name} in {folder}, allowed: 1")
     return found[0]
+
+
+def plan_kernel(variant: kernels.Variant, folder: Path) -> Any:
+    return kernels.load(find(plan_variant(variant), folder))
 
 
 def random_tree(n: int, rng: random.Random) -> list[int]:
@@ -137,10 +141,13 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     variant = choose(dtype, dim, heads, kv_heads, page, mask, longest, softcap)
     kernel = kernels.load(find(variant, folder))
     bad_k, bad_v = poison(k, batch), poison(v, batch)
+    make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
+    by_torch, by_kernel = plan(variant, *make), plan(variant, *make, kernel=plan_kernel(variant, folder))
+    if not torch.equal(by_torch.segments, by_kernel.segments):
+        return {"case": str(case), "seed": seed, "error": float("nan"), "why": "schedules differ"}
     outs = []
     for setup in (None, rng.choice([0, 3, 10])):
-        p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q),
-                 setup=setup)
+        p = by_kernel if setup is None else plan(variant, *make, setup=setup)
         p.partial.fill_(float("nan"))
         p.stats.fill_(float("nan"))
         out = torch.full_like(q, float("nan"))
@@ -166,10 +173,11 @@ def check_graph(folder: Path) -> float:
     k, v = (torch.randn(pages, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2))
     variant = choose(BF16, 128, 32, 8, 16, "tree", 16)
     kernel = kernels.load(find(variant, folder))
-    out = torch.empty_like(q)
+    planner, out = plan_kernel(variant, folder), torch.empty_like(q)
+    make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
 
     def call() -> None:
-        p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
+        p = plan(variant, *make, kernel=planner)
         run(kernel, p, q, k, v, out, 128**-0.5)
 
     call()
@@ -245,12 +253,10 @@ def timing(shape: tuple[int, ...], folder: Path, rates: tuple[float, float], opt
     out = torch.empty_like(q)
     variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new)
     kernel = kernels.load(find(variant, folder))
-    p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q),
-             setup=options.get("setup"))
+    make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
+    p = plan(variant, *make, setup=options.get("setup"))
     us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
-    plan_us = time_graph(
-        lambda i: plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q)), 4
-    )
+    plan_us = time_graph(lambda i: plan(variant, *make, kernel=plan_kernel(variant, folder)), 4)
     flops = 4 * new * heads * dim * requests * (context + new)
     floor = max(kv_bytes / rates[0], flops / rates[1]) / 1e6
     return {

@@ -51,6 +51,23 @@ class Variant:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanVariant:
+    """Constants of the schedule kernel; see `attention.schedule.schedule`."""
+
+    group: int
+    kv_heads: int
+    block_rows: int
+    tile_n: int
+    causal: bool
+    setup: int
+
+    @property
+    def name(self) -> str:
+        order = "causal" if self.causal else "any"
+        return f"plan_g{self.group}_h{self.kv_heads}_m{self.block_rows}_n{self.tile_n}_{order}_c{self.setup}"
+
+
 def default_folder() -> Path:
     return Path(os.environ.get("DSPARK_KERNEL_CACHE", Path.home() / ".cache" / "dspark-runtime" / "kernels"))
 
@@ -75,12 +92,12 @@ def dsl_version() -> str:
         return "none"
 
 
-def library(variant: Variant, folder: Path | None = None) -> Path:
+def library(variant: Variant | PlanVariant, folder: Path | None = None) -> Path:
     key = hashlib.sha256(f"{fingerprint()} {variant}".encode()).hexdigest()[:16]
     return (folder or default_folder()) / f"{variant.name}-{key}.so"
 
 
-def build(variant: Variant, folder: Path | None = None) -> Path:
+def build(variant: Variant | PlanVariant, folder: Path | None = None) -> Path:
     """Compiles a variant unless the folder holds it; returns the library's path."""
     path = library(variant, folder)
     if not path.exists():
@@ -93,7 +110,7 @@ def build(variant: Variant, folder: Path | None = None) -> Path:
     return path
 
 
-def compile_variant(variant: Variant, options: str = "") -> Any:
+def compile_variant(variant: Variant | PlanVariant, options: str = "") -> Any:
     """The DSL's compiled function. Shapes are symbolic, so one compilation serves every batch."""
     if dsl_version() == "none":
         raise RuntimeError(f"{_DSL} is not installed, allowed: pip install '{_DSL}[cu13]', or libraries built elsewhere")
@@ -102,18 +119,25 @@ def compile_variant(variant: Variant, options: str = "") -> Any:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
+    from verify_kernels.cute.attention.plan import Plan
     from verify_kernels.cute.attention.schedule import RECORD
     from verify_kernels.cute.attention.verify import VerifyAttention
 
-    constants = dataclasses.asdict(variant)
-    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[constants.pop("dtype")]
-    kernel = VerifyAttention(dtype, **constants)
     f32, i32, size = cutlass.Float32, cutlass.Int32, cute.sym_int32
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = f"--enable-tvm-ffi {options}"
 
     def fake(kind: Any, *shape: Any) -> Any:
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=16)
+        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=16 if len(shape) > 1 else 4)
 
+    if isinstance(variant, PlanVariant):
+        table = fake(i32, size(), RECORD)
+        plan = Plan(**dataclasses.asdict(variant))
+        return cute.compile(plan, fake(i32, size()), fake(i32, size()), table, i32(1), stream, options=options)
+    constants = dataclasses.asdict(variant)
+    dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[constants.pop("dtype")]
+    kernel = VerifyAttention(dtype, **constants)
     tokens, pages, slots = size(), size(), size()
     queries = fake(dtype, tokens, variant.heads, variant.head_dim)
     cache = fake(dtype, pages, variant.page_size, variant.kv_heads, variant.head_dim)
@@ -131,8 +155,8 @@ def compile_variant(variant: Variant, options: str = "") -> Any:
         f32(1.0),
         f32(0.0),
         i32(0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--enable-tvm-ffi {options}",
+        stream,
+        options=options,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verify_kernels.cute.attention.schedule import schedule
-from verify_kernels.cute.compile import Variant
+from verify_kernels.cute.attention.schedule import MAX_ENTRIES, RECORD, schedule
+from verify_kernels.cute.compile import PlanVariant, Variant
 
 Kernel = Callable[..., None]
 
@@ -60,6 +61,18 @@ def _workspace(device: torch.device, slots: int, rows: int, head_dim: int) -> tu
     return partial, torch.empty(slots, rows, 2, dtype=torch.float32, device=device)
 
 
+def plan_variant(variant: Variant, setup: int | None = None) -> PlanVariant:
+    """The schedule kernel that belongs to a variant. setup: see `schedule`; by default as measured on one H200."""
+    return PlanVariant(
+        group=variant.heads // variant.kv_heads,
+        kv_heads=variant.kv_heads,
+        block_rows=variant.rows * variant.blocks,
+        tile_n=variant.tile_n,
+        causal=variant.mask == "causal",
+        setup=(4 if variant.blocks == 1 else 1) if setup is None else setup,
+    )
+
+
 def plan(
     variant: Variant,
     page_table: Tensor,
@@ -68,29 +81,28 @@ def plan(
     ancestor_masks: Tensor | None,
     num_tokens: int,
     *,
+    kernel: Kernel | None = None,
     setup: int | None = None,
 ) -> Plan:
     """page_table [R, P] int32, context_lens [R] int32, request_offsets [R + 1] int32, ancestor_masks [N] int64.
 
-    Requests with a tree have at most 64 new tokens. No host read.
+    Requests with a tree have at most 64 new tokens. No host read. kernel: the compiled `plan_variant(variant, setup)`;
+    without it the schedule is made by torch operations.
     """
     device = context_lens.device
     if (variant.mask == "tree") != (ancestor_masks is not None):
         found = "none" if ancestor_masks is None else "some"
         raise ValueError(f"verify attention: ancestor_masks are {found}, allowed: some with mask 'tree', none without")
     units = _multiprocessors(device) // variant.blocks
-    segments = schedule(
-        context_lens,
-        request_offsets,
-        num_tokens,
-        group=variant.heads // variant.kv_heads,
-        kv_heads=variant.kv_heads,
-        block_rows=variant.rows * variant.blocks,
-        tile_n=variant.tile_n,
-        units=units,
-        causal=variant.mask == "causal",
-        setup=(4 if variant.blocks == 1 else 1) if setup is None else setup,  # measured on one H200
-    )
+    constants = plan_variant(variant, setup)
+    entries = context_lens.shape[0] + num_tokens * constants.group // constants.block_rows
+    if kernel is None:
+        segments = schedule(context_lens, request_offsets, num_tokens, units=units, **dataclasses.asdict(constants))
+    else:
+        if entries > MAX_ENTRIES or context_lens.shape[0] > MAX_ENTRIES:
+            raise ValueError(f"verify attention: blocks of query rows are up to {entries}, allowed: {MAX_ENTRIES}")
+        segments = torch.empty(units + entries * variant.kv_heads, RECORD, dtype=torch.int32, device=device)
+        kernel(context_lens, request_offsets, segments, units)
     if ancestor_masks is None:
         ancestor_masks = torch.empty(num_tokens, dtype=torch.int64, device=device)
     partial, stats = _workspace(device, 2 * units * variant.blocks, variant.rows, variant.head_dim)

@@ -1,5 +1,7 @@
 """The split-KV schedule of one pass: who reads which keys. Torch only, fixed shapes, no host read.
 
+This is the specification; on a GPU `plan.py` makes the same table in one launch.
+
 All work of a pass is one line of key tiles: for every (request, block of query rows), for every KV head, the tiles of
 `tile_n` keys that the block attends. The line is cut into equal stretches, one for each unit (a persistent CTA, or the
 `tile_m`-row CTAs of one row block). A stretch is a list of segments: a run of tiles of one (request, rows, KV head).
@@ -11,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_ENTRIES = 4096  # blocks of query rows in a pass that `plan.py` has room for
 RECORD = 16
 """int32 words of a segment: request, kv_head, row0, q_start, q_len, context, t0, t1, slot, first_unit, last_unit,
 count, next, 0, 0, 0.
@@ -19,7 +22,7 @@ row0 is the first query row (token * group + head in group) of the block; [t0, t
 result's index, or -1 where the segment is its work's only one; first_unit..last_unit share the work.
 
 Row u of the table is unit u's first segment; count is the unit's number of segments, and the others follow at row
-`next`. So a unit starts after one read.
+`next`. So a unit starts after one read. Row units + w is the segment that begins work w (entry * kv_heads + head).
 """
 
 
@@ -71,28 +74,18 @@ def schedule(
     begin = begins[torch.searchsorted(ends, cuts, right=True).clamp(max=ends.shape[0] - 1)]
     cuts = torch.where(cuts <= begin + setup, torch.minimum(cuts, begin), cuts)
 
-    # Segments start where a work or a unit starts; equal starts are one segment, and the unused tail sorts to the end.
-    unused = torch.iinfo(torch.int64).max
-    start = torch.cat([begins, cuts[:-1]]).sort().values
-    following = torch.cat([start[1:], total[None]])
-    start = torch.where(start == following, unused, start).sort().values
-    used = start != unused
-    offsets = torch.searchsorted(start, cuts)
-    offsets[-1] = used.sum()
-    stop = torch.cat([start[1:], total[None]])
-    stop = torch.where(stop == unused, total, stop)
-    start = torch.where(used, start, 0)
-
+    starts_of_units = torch.where(cuts[:-1] < cuts[1:], cuts[:-1], total)
+    start = torch.cat([starts_of_units, begins])
     work = torch.searchsorted(ends, start, right=True).clamp(max=ends.shape[0] - 1)
     begin, end = begins[work], ends[work]
-    unit, first, last = (torch.searchsorted(cuts[1:], x, right=True) for x in (start, begin, end - 1))
+    unit, first, last = (torch.searchsorted(cuts[1:], x, right=True).clamp(max=units - 1) for x in (start, begin, end - 1))
+    stop = torch.minimum(end, cuts[unit + 1])
     slot = torch.where(first == last, -1, 2 * unit + (start == begin))
     t0, t1 = (start - begin - setup).clamp(min=0), stop - begin - setup
+    count = torch.searchsorted(ends, cuts[unit + 1] - 1, right=True) - work + 1
     e = work // kv_heads
     r = request[e]
     fields = [r, work % kv_heads, row0[e], starts[r], lengths[r], context[r], t0, t1, slot, first, last]
-    segments = torch.stack(fields + [torch.zeros_like(r)] * (RECORD - len(fields)), dim=1)
-    heads = segments[offsets[:-1].clamp(max=segments.shape[0] - 1)]
-    heads[:, 11] = offsets.diff()
-    heads[:, 12] = units + offsets[:-1] + 1
-    return torch.cat([heads, segments]).int()
+    fields += [count, units + work + 1]
+    table = torch.stack(fields + [torch.zeros_like(r)] * (RECORD - len(fields)), dim=1)
+    return torch.where((start < total)[:, None], table, 0).int()
