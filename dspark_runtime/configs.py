@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
+from drafters.topology import TreeSpec
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.models.config import ModelConfig, checked
-
-if TYPE_CHECKING:
-    from drafters.tree import TreeSpec
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 
@@ -71,8 +69,6 @@ def load_tree(name: str | Path) -> TreeSpec:
     parents = values["parents"]
     if not isinstance(parents, list) or any(type(p) is not int for p in parents):
         raise ConfigError(f"{path}: parents: found {parents!r}, allowed: a list of integers")
-    from drafters.tree import TreeSpec
-
     try:
         return TreeSpec(tuple(parents))
     except ValueError as error:

@@ -61,12 +61,16 @@ def our_passes(model, context: int) -> dict[str, Callable[[], None]]:
 def their_passes(context: int) -> dict[str, Callable[[], None]]:
     """transformers' forward over a dynamic cache, and one step of its own `generate`."""
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     from dspark_runtime.smollm2 import gguf_path
+    from dspark_runtime.weights import read_gguf
 
-    path = gguf_path()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16).eval()
+    shape, tensors = read_gguf(gguf_path())
+    fields = shape.model_dump(exclude={"architecture", "rope", "eos_token_ids"})
+    model = LlamaForCausalLM(LlamaConfig(**fields, rope_parameters=dict(rope_type="default", rope_theta=shape.rope.rope_theta)))
+    model.load_state_dict(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    model = model.to(torch.bfloat16).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, context + max(TOKENS)), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)
     model(ids[:, :context], past_key_values=cache, use_cache=True)
@@ -75,7 +79,7 @@ def their_passes(context: int) -> dict[str, Callable[[], None]]:
         def run() -> None:
             out = model(ids[:, context : context + count], past_key_values=cache, use_cache=True)
             out.logits.argmax(-1)
-            cache.crop(context)
+            cache.crop(-count)
 
         return run
 

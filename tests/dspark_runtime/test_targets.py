@@ -194,7 +194,8 @@ def test_broken_files_name_the_field(tmp_path: Path, kind: str, text: str, messa
 
 def test_reading_configs_imports_no_torch() -> None:
     code = (
-        "import sys; from dspark_runtime.configs import load_model_config; load_model_config('qwen3-8b'); "
+        "import sys; from dspark_runtime.configs import load_model_config, load_tree; "
+        "load_model_config('qwen3-8b'); load_tree('tree-16'); "
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
