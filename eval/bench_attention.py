@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,8 @@ import torch
 
 from verify_kernels.batch import PassBatch
 from verify_kernels.cute import compile as kernels
-from verify_kernels.cute.attention.run import choose, plan, plan_variant, run
+from verify_kernels.cute.attention.run import append_kv, choose, plan, plan_variant, run
+from verify_kernels.reference import attention as reference
 from verify_kernels.reference.attention import paged_tree_attention
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -56,12 +55,18 @@ SHAPES = [
 ]
 
 
-def variants() -> list[kernels.Variant | kernels.PlanVariant]:
+APPENDS = [
+    kernels.AppendVariant("bfloat16", 128, 32, 8, norm=True),
+    kernels.AppendVariant("float16", 64, 14, 2, norm=False),
+]
+
+
+def variants() -> list[kernels.AnyVariant]:
     all_ = [choose(*case) for case in CASES] + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]
-    return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_]))
+    return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_] + APPENDS))
 
 
-def find(variant: kernels.Variant | kernels.PlanVariant, folder: Path) -> Path:
+def find(variant: kernels.AnyVariant, folder: Path) -> Path:
     """The carried library of a variant; the machine that runs it need not have the DSL that built it."""
     found = sorted(folder.glob(f"{variant.name}-*.so"))
     if len(found) != 1:
@@ -193,6 +198,42 @@ def check_graph(folder: Path) -> float:
     return ((out.float() - want).norm() / want.norm()).item()
 
 
+def check_append(variant: kernels.AppendVariant, folder: Path, tokens: int = 77) -> dict[str, Any]:
+    """The write side against the float32 reference, and its time beside the reference's; other slots stay as they are."""
+    torch.manual_seed(0)
+    dtype, dim, heads, kv_heads = getattr(torch, variant.dtype), variant.head_dim, variant.heads, variant.kv_heads
+    kernel = kernels.load(find(variant, folder))
+    rows = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
+    q, k, v = rows.split([heads, kv_heads, kv_heads], dim=1)
+    pages = torch.randn(2, 40, 16, kv_heads, dim, device="cuda", dtype=dtype)
+    slots = torch.randperm(640, device="cuda")[:tokens]
+    positions = torch.randint(0, 5000, (tokens,), device="cuda")
+    angles = torch.arange(5000, device="cuda")[:, None] * 10000.0 ** (-torch.arange(dim // 2, device="cuda") / (dim // 2))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
+    norms = [1 + 0.1 * torch.randn(dim, device="cuda", dtype=dtype) for _ in range(2)] if variant.norm else [None, None]
+
+    class Batch:
+        slot_mapping = slots
+
+    Batch.positions = positions
+    mine, wide = pages.clone(), pages.float()
+    got = append_kv(kernel, q, k, v, *mine, slots, positions, cos_sin, *norms)
+    want = reference.append_kv(
+        q.float(), k.float(), v.float(), *wide, Batch, cos_sin, *(w if w is None else w.float() for w in norms)
+    )
+    error = max(((x.float() - y).norm() / y.norm()).item() for x, y in ((got, want), (mine[0], wide[0])))
+    kept = torch.ones(640, dtype=torch.bool, device="cuda")
+    kept[slots] = False
+    untouched = torch.equal(mine.view(2, 640, -1)[:, kept], pages.view(2, 640, -1)[:, kept])
+    exact = torch.equal(mine[1].float(), wide[1])
+    us = time_graph(lambda i: append_kv(kernel, q, k, v, *mine, slots, positions, cos_sin, *norms), 20)
+    plain = time_graph(lambda i: reference.append_kv(q, k, v, *mine, Batch, cos_sin, *norms), 20)
+    return {
+        "op": "append_kv", "variant": variant.name, "shape": {"tokens": tokens}, "us": round(us, 2),
+        "reference_us": round(plain, 2), "rel_error": error if untouched and exact else float("nan"),
+    }  # fmt: skip
+
+
 def time_graph(call, calls: int, replays: int = 7) -> float:
     """Median microseconds of one call(i) inside a CUDA graph of `calls` calls."""
     call(0)
@@ -292,16 +333,19 @@ def main() -> None:
     bad = [c for c in checks if not c["error"] <= args.tolerance]
     graph_error = check_graph(args.kernels)
     print(f"one graph, other lengths: relative error {graph_error:.2e}")
+    appends = [check_append(v, args.kernels) for v in APPENDS]
+    for row in appends:
+        print(row["variant"], row["us"], "us, reference", row["reference_us"], "us, relative error", row["rel_error"])
     largest = max((c["error"] for c in checks), default=0.0)
     print(f"{len(checks)} random cases, largest relative error {largest:.2e}, {len(bad)} bad")
     for c in bad[:20]:
         print("BAD", c)
     result: dict[str, Any] = {
         "schema_version": 1,
-        "command": " ".join(sys.argv),
+        "command": "python -m eval.bench_attention run --kernels DIR --json FILE --cases " + str(args.cases),
         "environment": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda},
         "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error},
-        "results": [],
+        "results": list(appends),
     }
     if not args.no_timing:
         rates = read_rate(), matrix_rate()
@@ -314,8 +358,8 @@ def main() -> None:
                   row["tflops"], "TFLOP/s", flush=True)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if bad or not graph_error <= args.tolerance:
-        raise SystemExit(f"{len(bad)} of {len(checks)} cases, or the graph, are above {args.tolerance}")
+    if bad or not all(e <= args.tolerance for e in (graph_error, *(row["rel_error"] for row in appends))):
+        raise SystemExit(f"{len(bad)} of {len(checks)} cases, or the graph, or append_kv, are above {args.tolerance}")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,24 @@ class PlanVariant:
         return f"plan_g{self.group}_h{self.kv_heads}_m{self.block_rows}_n{self.tile_n}_{order}_c{self.setup}"
 
 
+@dataclasses.dataclass(frozen=True)
+class AppendVariant:
+    """Constants of the cache's write side; see `attention.append.AppendKV`."""
+
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    norm: bool
+
+    @property
+    def name(self) -> str:
+        return f"append_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}{'_norm' if self.norm else ''}"
+
+
+AnyVariant = Variant | PlanVariant | AppendVariant
+
+
 def default_folder() -> Path:
     return Path(os.environ.get("DSPARK_KERNEL_CACHE", Path.home() / ".cache" / "dspark-runtime" / "kernels"))
 
@@ -92,12 +110,12 @@ def dsl_version() -> str:
         return "none"
 
 
-def library(variant: Variant | PlanVariant, folder: Path | None = None) -> Path:
+def library(variant: AnyVariant, folder: Path | None = None) -> Path:
     key = hashlib.sha256(f"{fingerprint()} {variant}".encode()).hexdigest()[:16]
     return (folder or default_folder()) / f"{variant.name}-{key}.so"
 
 
-def build(variant: Variant | PlanVariant, folder: Path | None = None) -> Path:
+def build(variant: AnyVariant, folder: Path | None = None) -> Path:
     """Compiles a variant unless the folder holds it; returns the library's path."""
     path = library(variant, folder)
     if not path.exists():
@@ -110,15 +128,16 @@ def build(variant: Variant | PlanVariant, folder: Path | None = None) -> Path:
     return path
 
 
-def compile_variant(variant: Variant | PlanVariant, options: str = "") -> Any:
+def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     """The DSL's compiled function. Shapes are symbolic, so one compilation serves every batch."""
     if dsl_version() == "none":
         raise RuntimeError(f"{_DSL} is not installed, allowed: pip install '{_DSL}[cu13]', or libraries built elsewhere")
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+    from verify_kernels.cute.attention.append import AppendKV
     from verify_kernels.cute.attention.plan import Plan
     from verify_kernels.cute.attention.schedule import RECORD
     from verify_kernels.cute.attention.verify import VerifyAttention
@@ -129,7 +148,7 @@ def compile_variant(variant: Variant | PlanVariant, options: str = "") -> Any:
 
     def fake(kind: Any, *shape: Any) -> Any:
         order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=16 if len(shape) > 1 else 4)
+        return make_fake_compact_tensor(kind, shape, stride_order=order, assumed_align=16 if len(shape) > 1 else kind.width // 8)
 
     if isinstance(variant, PlanVariant):
         table = fake(i32, size(), RECORD)
@@ -137,8 +156,37 @@ def compile_variant(variant: Variant | PlanVariant, options: str = "") -> Any:
         return cute.compile(plan, fake(i32, size()), fake(i32, size()), table, i32(1), stream, options=options)
     constants = dataclasses.asdict(variant)
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[constants.pop("dtype")]
-    kernel = VerifyAttention(dtype, **constants)
     tokens, pages, slots = size(), size(), size()
+    if isinstance(variant, AppendVariant):
+
+        def strided(heads: int) -> Any:
+            stride = (cute.sym_int64(divisibility=8), variant.head_dim, 1)
+            return make_fake_tensor(dtype, (tokens, heads, variant.head_dim), stride, assumed_align=16)
+
+        # Slots are 64-bit indices: a cache may hold more than 2^31 elements.
+        shape = (pages, size(), variant.kv_heads, variant.head_dim)
+        row = variant.kv_heads * variant.head_dim
+        cache = make_fake_tensor(dtype, shape, (cute.sym_int64(divisibility=8), row, variant.head_dim, 1), assumed_align=16)
+        index = fake(cutlass.Int64, tokens)
+        weight = make_fake_compact_tensor(dtype, (variant.head_dim,), assumed_align=16) if variant.norm else None
+        return cute.compile(
+            AppendKV(dtype, **constants),
+            strided(variant.heads),
+            strided(variant.kv_heads),
+            strided(variant.kv_heads),
+            cache,
+            cache,
+            index,
+            index,
+            fake(f32, size(), variant.head_dim),
+            weight,
+            weight,
+            fake(dtype, tokens, variant.heads, variant.head_dim),
+            f32(0.0),
+            stream,
+            options=options,
+        )
+    kernel = VerifyAttention(dtype, **constants)
     queries = fake(dtype, tokens, variant.heads, variant.head_dim)
     cache = fake(dtype, pages, variant.page_size, variant.kv_heads, variant.head_dim)
     return cute.compile(

@@ -119,3 +119,23 @@ def run(
     )
     plan.fresh = False
     return out
+
+
+def append_kv(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The reference's `append_kv` by the compiled `AppendVariant`. q, k and v may be slices of one product. Capturable."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kernel(q, k, v, k_pages, v_pages, slot_mapping, positions, cos_sin, q_norm, k_norm, out, eps)
+    return out
