@@ -89,7 +89,11 @@ def node_sampling(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, c
     """
     if tree.is_chain and tree.width > tree.depth:
         u = rng.uniform(seeds[:, None], counters[:, None] + torch.arange(tree.width, device=rows.device), rng.TARGET)
-        return greedy(tree, rng.sample(probs[rows], u))
+        # By flat row, so that the distributions are not copied into the padded layout.
+        total = probs.shape[0]
+        owned = torch.where(tree.tokens >= 0, rows, total)
+        u = u.new_zeros(total + 1).scatter(0, owned.flatten(), u.flatten())[:total]
+        return greedy(tree, rng.sample(probs, u)[rows])
 
     def draw(node: Tensor, depth: int) -> Tensor:
         u = rng.uniform(seeds, counters + depth, rng.TARGET)

@@ -228,6 +228,7 @@ class Engine:
 
     # ------------------------------------------------------------------ the step
 
+    @torch.inference_mode()
     def step(self, spec: TreeSpec | None = None) -> list[RequestOutput]:
         """One prefill pass or one decode step. Returns the requests that it changed.
 

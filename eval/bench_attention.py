@@ -11,6 +11,7 @@ beside the floor max(KV bytes / read rate, flops / matrix rate) with both rates 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import statistics
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from verify_kernels.batch import PassBatch
-from verify_kernels.cute import compile as kernels
+from verify_kernels.cute import compile as kernels, implementations
 from verify_kernels.cute.attention.run import append_kv, choose, plan, plan_variant, run
 from verify_kernels.reference import attention as reference
 from verify_kernels.reference.attention import paged_tree_attention
@@ -66,16 +67,8 @@ def variants() -> list[kernels.AnyVariant]:
     return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_] + APPENDS))
 
 
-def find(variant: kernels.AnyVariant, folder: Path) -> Path:
-    """The carried library of a variant; the machine that runs it need not have the DSL that built it."""
-    found = sorted(folder.glob(f"{variant.name}-*.so"))
-    if len(found) != 1:
-        raise SystemExit(f"--kernels: found {len(found)} libraries of {variant.name} in {folder}, allowed: 1")
-    return found[0]
-
-
 def plan_kernel(variant: kernels.Variant, folder: Path) -> Any:
-    return kernels.load(find(plan_variant(variant), folder))
+    return kernels.load(kernels.library(plan_variant(variant), folder))
 
 
 def random_tree(n: int, rng: random.Random) -> list[int]:
@@ -144,7 +137,7 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     v = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
     scale, cap = dim**-0.5, 8.0 if softcap else 0.0
     variant = choose(dtype, dim, heads, kv_heads, page, mask, longest, softcap)
-    kernel = kernels.load(find(variant, folder))
+    kernel = kernels.load(kernels.library(variant, folder))
     bad_k, bad_v = poison(k, batch), poison(v, batch)
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
     by_torch, by_kernel = plan(variant, *make), plan(variant, *make, kernel=plan_kernel(variant, folder))
@@ -177,7 +170,7 @@ def check_graph(folder: Path) -> float:
     q = torch.randn(26, 32, 128, device="cuda", dtype=BF16)
     k, v = (torch.randn(pages, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2))
     variant = choose(BF16, 128, 32, 8, 16, "tree", 16)
-    kernel = kernels.load(find(variant, folder))
+    kernel = kernels.load(kernels.library(variant, folder))
     planner, out = plan_kernel(variant, folder), torch.empty_like(q)
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
 
@@ -198,11 +191,29 @@ def check_graph(folder: Path) -> float:
     return ((out.float() - want).norm() / want.norm()).item()
 
 
+def check_ops(folder: Path) -> float:
+    """The operations as an engine calls them: two layers of one pass, planned once, against the reference."""
+    rng = random.Random(1)
+    batch, pages = make_batch([700, 0, 33], [16, 4, 9], "tree", 16, rng, "cuda")
+    table = implementations(folder)
+    worst = 0.0
+    batch.plan = table["plan_attention"](batch, 16)
+    for _ in range(2):
+        q = torch.randn(29, 32, 128, device="cuda", dtype=BF16)
+        k, v = (torch.randn(pages, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2))
+        got = table["paged_tree_attention"](q, k, v, batch, scale=128**-0.5)
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            bare = dataclasses.replace(batch, plan=None)
+            want = paged_tree_attention(q.float(), k.float(), v.float(), bare, scale=128**-0.5)
+        worst = max(worst, ((got.float() - want).norm() / want.norm()).item())
+    return worst
+
+
 def check_append(variant: kernels.AppendVariant, folder: Path, tokens: int = 77) -> dict[str, Any]:
     """The write side against the float32 reference, and its time beside the reference's; other slots stay as they are."""
     torch.manual_seed(0)
     dtype, dim, heads, kv_heads = getattr(torch, variant.dtype), variant.head_dim, variant.heads, variant.kv_heads
-    kernel = kernels.load(find(variant, folder))
+    kernel = kernels.load(kernels.library(variant, folder))
     rows = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
     q, k, v = rows.split([heads, kv_heads, kv_heads], dim=1)
     pages = torch.randn(2, 40, 16, kv_heads, dim, device="cuda", dtype=dtype)
@@ -293,7 +304,7 @@ def timing(shape: tuple[int, ...], folder: Path, rates: tuple[float, float], opt
     q = torch.randn(requests * new, heads, dim, device="cuda", dtype=BF16)
     out = torch.empty_like(q)
     variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new)
-    kernel = kernels.load(find(variant, folder))
+    kernel = kernels.load(kernels.library(variant, folder))
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
     p = plan(variant, *make, setup=options.get("setup"))
     us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
@@ -333,6 +344,8 @@ def main() -> None:
     bad = [c for c in checks if not c["error"] <= args.tolerance]
     graph_error = check_graph(args.kernels)
     print(f"one graph, other lengths: relative error {graph_error:.2e}")
+    ops_error = check_ops(args.kernels)
+    print(f"as operations: relative error {ops_error:.2e}")
     appends = [check_append(v, args.kernels) for v in APPENDS]
     for row in appends:
         print(row["variant"], row["us"], "us, reference", row["reference_us"], "us, relative error", row["rel_error"])
@@ -344,7 +357,7 @@ def main() -> None:
         "schema_version": 1,
         "command": "python -m eval.bench_attention run --kernels DIR --json FILE --cases " + str(args.cases),
         "environment": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error},
+        "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error, "ops": ops_error},
         "results": list(appends),
     }
     if not args.no_timing:
@@ -358,7 +371,7 @@ def main() -> None:
                   row["tflops"], "TFLOP/s", flush=True)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if bad or not all(e <= args.tolerance for e in (graph_error, *(row["rel_error"] for row in appends))):
+    if bad or not all(e <= args.tolerance for e in (graph_error, ops_error, *(row["rel_error"] for row in appends))):
         raise SystemExit(f"{len(bad)} of {len(checks)} cases, or the graph, or append_kv, are above {args.tolerance}")
 
 

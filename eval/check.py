@@ -102,10 +102,10 @@ def check_pair(
     gap = NEAR_TIE[dtype]
     logprobs = 2 if gap else None
     if target.tokenizer is not None:
-        prompts = [encode(target.tokenizer, text) for text in load_prompts().texts[:8]]
+        prompts = [encode(target.tokenizer, text) for text in load_prompts().texts[:6]]
     else:
-        prompts = random_ids(8, 24, model.vocab_size, seed=0)
-    tokens = 32
+        prompts = random_ids(6, 24, model.vocab_size, seed=0)
+    tokens = 20
     all_passed = True
 
     def verdict(passed: bool, text: str) -> None:
@@ -124,12 +124,12 @@ def check_pair(
     # Lengths at page and chunk edges: short pages and chunks against one page and one chunk, with the target as its own
     # drafter, so that a wrong position or a lost cache entry shows as a rejected draft.
     edges = random_ids(len(EDGES), max(EDGES), model.vocab_size, seed=1)
-    edges = [ids[:length] for ids, length in zip(edges, EDGES) if length + 10 <= model.max_model_len]
-    reference = run(model, edges, 10, logprobs=logprobs, page_size=64)
-    twin = run(model, edges, 10, DraftModel(model), TreeSpec.chain(4), max_prefill_tokens=CHUNK)
-    at_chunk = [i for i, ids in enumerate(edges) if abs(len(ids) - CHUNK) <= 1]
+    edges = [ids[:length] for ids, length in zip(edges, EDGES) if length + 6 <= model.max_model_len]
+    reference = run(model, edges, 6, logprobs=logprobs, page_size=64)
+    twin = run(model, edges, 6, DraftModel(model), TreeSpec.chain(4), max_prefill_tokens=CHUNK)
+    at_chunk = [i for i, ids in enumerate(edges) if len(ids) == CHUNK + 1]
     alone = [
-        run(model, [edges[i]], 10, DraftModel(model), TreeSpec.chain(4), max_prefill_tokens=CHUNK)[0] for i in at_chunk
+        run(model, [edges[i]], 6, DraftModel(model), TreeSpec.chain(4), max_prefill_tokens=CHUNK)[0] for i in at_chunk
     ]
     drafted = sum(o.num_drafted for o in [*twin, *alone])
     accepted = sum(o.num_accepted for o in [*twin, *alone])

@@ -7,6 +7,7 @@ the engine ran before. The mixer is the finaliser of SplitMix64, applied once pe
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Streams: which decision a draw belongs to. Draws of different streams are independent.
@@ -41,12 +42,26 @@ def uniform(seeds: Tensor, counters: Tensor, stream: int, index: Tensor | int = 
     return ((_mix(key + step) >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53
 
 
+_CHUNK = 128
+
+
 def sample(probs: Tensor, u: Tensor) -> Tensor:
     """Inverse-CDF sampling: probs [..., V] (need not be normalised), u [...] in [0, 1) -> ids [...] int64.
 
-    Never returns an id of probability zero.
+    Never returns an id of probability zero. The vocabulary is read once, as sums of chunks; only the chunk that holds
+    the draw is summed up token by token.
     """
-    cdf = probs.to(torch.float64).cumsum(-1)
+    vocab = probs.shape[-1]
+    if vocab % _CHUNK:
+        probs = F.pad(probs, (0, -vocab % _CHUNK))
+    chunks = probs.unflatten(-1, (-1, _CHUNK))
+    cdf = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
     threshold = u.to(torch.float64).unsqueeze(-1) * cdf[..., -1:]
-    ids = torch.searchsorted(cdf, threshold, right=True).squeeze(-1)
-    return ids.clamp(max=probs.shape[-1] - 1)
+    chunk = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[-1] - 1)
+    before = torch.where(chunk > 0, cdf.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
+    inside = chunks.gather(-2, chunk.unsqueeze(-1).expand(*chunk.shape, _CHUNK)).squeeze(-2)
+    local = inside.to(torch.float64).cumsum(-1)
+    at = torch.searchsorted(local, threshold - before, right=True)
+    # A chunk's mass is rounded to float32: a draw past its exact end is its last token of positive probability.
+    last = (local < local[..., -1:]).sum(-1, keepdim=True)
+    return (chunk * _CHUNK + torch.minimum(at, last)).squeeze(-1).clamp(max=vocab - 1)

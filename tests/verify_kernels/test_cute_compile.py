@@ -60,6 +60,7 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
 
 
 def test_cache_key_names_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "dsl_version", lambda: "4.8.1")
     variant = SHIPPED[0]
     first = kernels.library(variant, tmp_path)
     assert kernels.library(variant, tmp_path) == first
@@ -73,7 +74,20 @@ def test_cache_key_names_everything(tmp_path, monkeypatch):
     assert kernels.library(variant, tmp_path) == first
 
 
+def test_without_the_dsl_only_libraries_of_these_sources_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "dsl_version", lambda: "4.8.1")
+    built = kernels.library(SHIPPED[0], tmp_path)
+    stale = built.with_name(f"{SHIPPED[0].name}-0123456789abcdef-dsl4.8.1.so")
+    stale.touch()
+    monkeypatch.setattr(kernels, "dsl_version", lambda: "none")
+    with pytest.raises(FileNotFoundError, match="found 0 libraries of these sources"):
+        kernels.build(SHIPPED[0], tmp_path)
+    built.touch()
+    assert kernels.build(SHIPPED[0], tmp_path) == built
+
+
 def test_cache_key_follows_the_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "dsl_version", lambda: "4.8.1")
     first = kernels.library(SHIPPED[0], tmp_path)
     for source in Path(kernels.__file__).parent.rglob("*.py"):
         target = tmp_path / "cute" / source.relative_to(Path(kernels.__file__).parent)
@@ -86,7 +100,8 @@ def test_cache_key_follows_the_sources(tmp_path, monkeypatch):
     kernels.fingerprint.cache_clear()
 
 
-def test_build_reuses_what_the_folder_holds(tmp_path):
+def test_build_reuses_what_the_folder_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "dsl_version", lambda: "4.8.1")
     path = kernels.library(SHIPPED[0], tmp_path)
     path.write_bytes(b"kept")
     assert kernels.build(SHIPPED[0], tmp_path) == path

@@ -1,0 +1,97 @@
+"""CuTe DSL kernels for NVIDIA Hopper (sm_90a). `implementations` gives them the reference's signatures."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verify_kernels.batch import PassBatch
+from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.attention import run
+
+
+@dataclasses.dataclass
+class PassPlan:
+    """One pass's schedules, made at the first layer that needs them: heads and sizes are known there only."""
+
+    page_size: int
+    mask: str
+    schedules: dict[kernels.Variant, run.Plan] = dataclasses.field(default_factory=dict)
+
+
+def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]:
+    """Operation name -> implementation for CUDA tensors on sm_90.
+
+    Kernels are compiled into `folder` (see `compile.default_folder`) at their first call, which must come before a CUDA
+    graph captures it.
+    """
+
+    @functools.cache
+    def kernel(variant: kernels.AnyVariant) -> run.Kernel:
+        return kernels.load(kernels.build(variant, folder))
+
+    def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> PassPlan:
+        if window:
+            raise ValueError(f"verify attention: window is {window}, allowed: 0 (use the reference for sliding windows)")
+        if mask == "tree" and batch.ancestor_masks is None:
+            mask = "causal"
+        if mask == "tree" and batch.max_query_len > 64:
+            raise ValueError(f"verify attention: max_query_len is {batch.max_query_len}, allowed with a tree: up to 64")
+        return PassPlan(page_size, mask)
+
+    def paged_tree_attention(
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PassBatch,
+        *,
+        scale: float,
+        mask: str = "tree",
+        softcap: float = 0.0,
+        window: int = 0,
+    ) -> Tensor:
+        page_size, kv_heads = k_pages.shape[1:3]
+        passed = batch.plan
+        if passed is None:
+            passed = plan_attention(batch, page_size, mask=mask, window=window)
+        _, heads, head_dim = q.shape
+        variant = run.choose(
+            q.dtype, head_dim, heads, kv_heads, page_size, passed.mask, batch.max_query_len, softcap > 0
+        )
+        plan = passed.schedules.get(variant)
+        if plan is None:
+            plan = passed.schedules[variant] = run.plan(
+                variant,
+                batch.page_table,
+                batch.context_lens,
+                batch.request_offsets,
+                batch.ancestor_masks if passed.mask == "tree" else None,
+                batch.num_tokens,
+                kernel=kernel(run.plan_variant(variant)),
+            )
+        return run.run(kernel(variant), plan, q, k_pages, v_pages, q.new_empty(q.shape), scale, softcap)
+
+    def append_kv(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: PassBatch,
+        cos_sin: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        dtype = str(q.dtype).removeprefix("torch.")
+        variant = kernels.AppendVariant(dtype, q.shape[2], q.shape[1], k.shape[1], q_norm is not None)
+        return run.append_kv(
+            kernel(variant), q, k, v, k_pages, v_pages, batch.slot_mapping, batch.positions, cos_sin, q_norm, k_norm, eps
+        )
+
+    return {"plan_attention": plan_attention, "paged_tree_attention": paged_tree_attention, "append_kv": append_kv}

@@ -1,8 +1,7 @@
 """Ahead-of-time compilation of the CuTe DSL kernels: no GPU needed to build, no DSL needed to run.
 
 `build` compiles one variant to a shared library that needs libcudart and apache-tvm-ffi only, and keeps it in a folder
-under a name that holds the hash of everything it depends on: a changed source, constant, DSL, architecture or tool
-never loads a stale kernel. `load` opens it. Importing this module imports neither the DSL nor tvm-ffi.
+under a name that holds all it depends on: a changed source, constant, DSL or architecture never loads a stale kernel. `load` opens it. Importing this module imports neither the DSL nor tvm-ffi.
 """
 
 from __future__ import annotations
@@ -92,18 +91,17 @@ def default_folder() -> Path:
 
 @functools.cache
 def fingerprint() -> str:
-    """Hash of the kernel sources, the DSL's version and the architecture."""
+    """Hash of the kernel sources and the architecture."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     for source in sorted(folder.rglob("*.py")):
         digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes() + b"\0")
-    for part in (dsl_version(), ARCH):
-        digest.update(part.encode() + b"\0")
+    digest.update(ARCH.encode())
     return digest.hexdigest()
 
 
 def dsl_version() -> str:
-    """Version of the installed DSL, "none" without one (then only libraries in the cache can be loaded)."""
+    """Version of the installed DSL, "none" without one (then only libraries built elsewhere can be loaded)."""
     try:
         return importlib.metadata.version(_DSL)
     except importlib.metadata.PackageNotFoundError:
@@ -111,8 +109,18 @@ def dsl_version() -> str:
 
 
 def library(variant: AnyVariant, folder: Path | None = None) -> Path:
+    """Where a variant's library lies. Without the DSL: the one built elsewhere from these very sources."""
+    folder = folder or default_folder()
     key = hashlib.sha256(f"{fingerprint()} {variant}".encode()).hexdigest()[:16]
-    return (folder or default_folder()) / f"{variant.name}-{key}.so"
+    if dsl_version() != "none":
+        return folder / f"{variant.name}-{key}-dsl{dsl_version()}.so"
+    found = sorted(folder.glob(f"{variant.name}-{key}-dsl*.so"))
+    if len(found) != 1:
+        raise FileNotFoundError(
+            f"kernel {variant.name}: found {len(found)} libraries of these sources in {folder}, allowed: 1 "
+            f"(build it where {_DSL} is installed, or install that here)"
+        )
+    return found[0]
 
 
 def build(variant: AnyVariant, folder: Path | None = None) -> Path:
@@ -130,8 +138,6 @@ def build(variant: AnyVariant, folder: Path | None = None) -> Path:
 
 def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     """The DSL's compiled function. Shapes are symbolic, so one compilation serves every batch."""
-    if dsl_version() == "none":
-        raise RuntimeError(f"{_DSL} is not installed, allowed: pip install '{_DSL}[cu13]', or libraries built elsewhere")
     os.environ.setdefault("CUTE_DSL_ARCH", ARCH)
     import cutlass
     import cutlass.cute as cute
