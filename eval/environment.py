@@ -39,7 +39,12 @@ def cores() -> int:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit, uncommitted changes) of the project's checkout; (None, None) where it is installed without one."""
+    """(commit, uncommitted changes) of the project's checkout; (None, None) where it is installed without one.
+
+    A copy without git history names its commit in DSPARK_COMMIT.
+    """
+    if commit := os.environ.get("DSPARK_COMMIT"):
+        return commit.removesuffix("-dirty"), commit.endswith("-dirty")
 
     def git(*args: str) -> str | None:
         try:
@@ -97,7 +102,7 @@ def environment(
 
     commit, dirty = git_state()
     return dict(
-        machine=platform.node(),
+        machine=os.environ.get("DSPARK_MACHINE") or platform.node(),  # containers have no telling name of their own
         system=f"{platform.system()} {platform.release()}",
         cpu=cpu_name(),
         cores=cores(),
