@@ -278,17 +278,42 @@ def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
 # --------------------------------------------------------------------------------------------------------------- docs
 
 
-def documented() -> list[list[str]]:
-    text = (ROOT / "docs" / "measure.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
-    return [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("dspark ")]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_every_command_of_the_job_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = documented()
-    assert len(commands) >= 8
-    for _, *arguments in commands:
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [shlex.split(line, comments=True) for block in blocks(page, "bash") for line in block.splitlines()]
+    commands = [line[1:] for line in lines if line[:1] == ["dspark"]]
+    assert len(commands) >= 3
+    for arguments in commands:
         short = ["--tokens", "8", "--repeats", "2"] if arguments[0] == "bench" else []
         assert dspark(*arguments, *short) == 0, arguments
         assert capsys.readouterr().out
-    assert Path("al.svg").exists()
+
+
+def test_make_commands_of_the_readme_exist() -> None:
+    targets = [line.split()[1] for line in "".join(blocks(ROOT / "README.md", "bash")).splitlines() if line.startswith("make ")]
+    assert {"bench", "test"} <= set(targets)
+    for target in targets:
+        done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_library_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(ROOT / "README.md", "python")
+    exec(compile(code, "README.md", "exec"), {})
+    assert "drafts accepted" in capsys.readouterr().out
+
+
+def test_paths_named_by_the_pages_exist() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)#:]+)\)", text):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+        for module in re.findall(r"python -m ([\w.]+)", text):
+            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{page.name}: {module}"
