@@ -184,6 +184,8 @@ class Engine:
                 f"prompt: {len(prompt)} tokens and max_tokens {params.max_tokens} need {need} pages, the cache has {self.pool.capacity}"
             )
         stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+        if params.min_tokens and len(stop) >= vocab:
+            raise RequestError(f"min_tokens: found {params.min_tokens} with every token id a stop id, allowed: 0")
         seed = params.seed if params.seed is not None else secrets.randbits(62)
         request = Request(self._next_id, prompt, params, seed, frozenset(stop), limit)
         self._next_id += 1

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Streams: which decision a draw belongs to. Draws of different streams are independent.
-TARGET, ACCEPT, RESIDUAL, DRAFT, SYNTHETIC = range(5)
+TARGET, ACCEPT, DRAFT, SYNTHETIC = range(4)
 
 
 def _signed(x: int) -> int:

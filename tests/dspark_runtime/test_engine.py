@@ -173,6 +173,8 @@ def test_stop_tokens_min_tokens_and_ignore_eos() -> None:
     assert run(e, [7], greedy(16, ignore_eos=True)).token_ids == STREAM
     masked = run(e, [7], greedy(16, min_tokens=5)).token_ids
     assert 8 not in masked[:4] and masked == run(engine(model), [7], greedy(16, min_tokens=5)).token_ids
+    with pytest.raises(RequestError, match="min_tokens: found 2 with every token id a stop id"):
+        e.submit([7], greedy(4, min_tokens=2, stop_token_ids=tuple(range(model.vocab_size))))
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 7])
