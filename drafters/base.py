@@ -68,9 +68,12 @@ class Drafter(Protocol):
     can_sample: bool
     """Whether it can draw its drafts and return `DraftTree.probs`; if not, every tree it makes is deterministic."""
     taps: tuple[int, ...]
-    """Decoder layers of the target whose outputs it needs as features (0-based output of layer i); () for none."""
+    """Decoder layers of the target whose outputs it needs as features (0-based output of layer i, -1 for the
+    embeddings); () for none."""
+    lookahead: int
+    """Cache slots past the context that its own passes write, whatever the tree: the engine has them ready."""
     kv: KVCache | None
-    """Its own cache in the engine's pages, after `allocate`."""
+    """Its own cache in the engine's pages, after `allocate`, if accepted paths must be made contiguous in it."""
 
     def allocate(self, pages: int, page_size: int, device: torch.device) -> None:
         """Called once, before any request: allocate `kv`."""

@@ -28,6 +28,7 @@ class DraftModel:
     can_tree = True
     can_sample = True
     taps: tuple[int, ...] = ()
+    lookahead = 0
 
     def __init__(self, model: Any) -> None:
         self.model = model

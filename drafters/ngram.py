@@ -27,6 +27,7 @@ class NgramDrafter:
     can_tree = True
     can_sample = False
     taps: tuple[int, ...] = ()
+    lookahead = 0
     kv: KVCache | None = None
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 1) -> None:

@@ -28,6 +28,7 @@ class ScriptedDrafter:
     can_tree = True
     can_sample = False
     taps: tuple[int, ...] = ()
+    lookahead = 0
     kv: KVCache | None = None
 
     def __init__(self, next_tokens: Callable[[tuple[int, ...], int], Proposal], vocab_size: int | None = None) -> None:

@@ -135,6 +135,8 @@ class Engine:
                 raise ConfigError(
                     f"num_speculative_tokens: found depth {spec.depth}, allowed: at most {drafter.max_depth} for {drafter.name}"
                 )
+            if drafter.lookahead > MAX_NODES:
+                raise ConfigError(f"drafter: {drafter.name} looks {drafter.lookahead} tokens ahead, allowed: {MAX_NODES}")
             if not spec.is_chain and not drafter.can_tree:
                 raise ConfigError(f"tree: {drafter.name} drafts chains only")
         self._can_sample = drafter is not None and drafter.can_sample and rejection_sample_method != "node"
@@ -144,6 +146,10 @@ class Engine:
         if synthetic is not None and synthetic.depth != spec.depth:
             raise ConfigError(f"synthetic: made for depth {synthetic.depth}, expected the tree's depth {spec.depth}")
         self.spec, self.synthetic = spec, synthetic
+
+    def _nodes(self, spec: TreeSpec) -> int:
+        """Cache slots past the context that a step may write."""
+        return max(spec.num_nodes, self.drafter.lookahead if self.drafter is not None and self.spec.num_drafts else 0)
 
     # ------------------------------------------------------------------ requests
 
@@ -178,7 +184,7 @@ class Engine:
         if params.stop and self.detokenize is None:
             raise RequestError("stop: stop strings need a tokenizer, and this engine has none")
         limit = min(self.max_model_len, len(prompt) + params.max_tokens)
-        need = self.pool.pages_for(limit - 1 + self.spec.num_nodes)
+        need = self.pool.pages_for(limit - 1 + self._nodes(self.spec))
         if need > self.pool.capacity:
             raise RequestError(
                 f"prompt: {len(prompt)} tokens and max_tokens {params.max_tokens} need {need} pages, the cache has {self.pool.capacity}"
@@ -254,7 +260,7 @@ class Engine:
         """First come, first served, while there are rows and pages for the whole context and one tree."""
         while self._waiting and len(self._running) < self.max_num_requests:
             request = self._waiting[0]
-            need = self.pool.pages_for(request.context_len + self.spec.num_nodes)
+            need = self.pool.pages_for(request.context_len + self._nodes(self.spec))
             if need > self.pool.num_free:
                 break
             self._waiting.popleft()
@@ -362,7 +368,7 @@ class Engine:
         self._timer.start()
         active = self.drafter is not None and self.spec.num_drafts > 0
         spec = spec or self.spec
-        self._reserve(spec.num_nodes)
+        self._reserve(self._nodes(spec))
         running = self._running
         num = len(running)
         if self._sampling is None:

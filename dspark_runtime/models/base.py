@@ -30,7 +30,7 @@ class Model(Protocol):
         """One pass over N new tokens, which are written to the cache.
 
         Returns (hidden [N, H] after the final norm, features [N, len(taps) * H] or None): features are the raw outputs
-        (residual stream) of decoder layers `taps`, concatenated in that order.
+        (residual stream) of decoder layers `taps`, -1 being the embeddings, concatenated in that order.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

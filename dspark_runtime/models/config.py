@@ -11,43 +11,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dspark_runtime.errors import ConfigError
+from verify_kernels.rope import Rope, rope_values
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-
-
-class Rope(BaseModel):
-    """Rotary embedding: theta and, for llama3 and yarn, their parameters under transformers' names."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rope_theta: float = Field(default=10000.0, gt=0)
-    rope_type: Literal["default", "llama3", "yarn"] = "default"
-    factor: float | None = Field(default=None, ge=1)
-    original_max_position_embeddings: int | None = Field(default=None, ge=1)
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    @model_validator(mode="after")
-    def _complete(self) -> Rope:
-        needs = {
-            "default": (),
-            "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-            "yarn": ("factor",),
-        }[self.rope_type]
-        for name in needs:
-            if getattr(self, name) is None:
-                raise ValueError(f"{name}: missing, rope_type {self.rope_type} needs it")
-        return self
 
 
 class ModelConfig(BaseModel):
@@ -144,17 +114,13 @@ def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
     _refuse(method, quantized is not None, "quantization_config", where, "none (16- or 32-bit weights)")
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
-    rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     eos = config.get("eos_token_id")
     heads = config.get("num_attention_heads")
     values: dict[str, Any] = {
         "architecture": known[0],
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or (config["hidden_size"] // heads if heads else None),
-        "rope": {k: v for k, v in rope.items() if v is not None},
+        "rope": rope_values(config),
         "eos_token_ids": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
     }
     if known[0] == "qwen3_moe":

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dspark_runtime.errors import CheckpointError, ConfigError
 from dspark_runtime.models.config import ModelConfig
-from dspark_runtime.models.rope import cos_sin_table
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
+from verify_kernels.rope import cos_sin_table
 
 
 @dataclass
@@ -199,13 +199,13 @@ class Transformer:
     def forward(self, batch: PassBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """See `Model.forward`. Raises ConfigError for a tap that is no layer."""
         c, layers = self.config, self.layers
-        if any(not 0 <= tap < len(layers) for tap in taps):
-            raise ConfigError(f"taps: found {list(taps)}, allowed: decoder layers 0 to {len(layers) - 1}")
+        if any(not -1 <= tap < len(layers) for tap in taps):
+            raise ConfigError(f"taps: found {list(taps)}, allowed: decoder layers 0 to {len(layers) - 1}, -1 for embeddings")
         n, eps, scale = batch.num_tokens, c.rms_norm_eps, c.head_dim**-0.5
         if batch.plan is None:
             batch.plan = ops.plan_attention(batch, cache.page_size)
         tapped: dict[int, Tensor] = {}
-        residual = ops.embedding(batch.token_ids, self.embed)
+        residual = tapped[-1] = ops.embedding(batch.token_ids, self.embed)
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
         for i, layer in enumerate(layers):
             q, k, v = ops.linear(x, layer.qkv, layer.qkv_bias).split(self._qkv_split, dim=-1)
