@@ -54,7 +54,7 @@ def null_model(like):
 class FreeDrafter:
     """Proposes token 7 everywhere, which the null model accepts: a whole block is accepted every step."""
 
-    name, vocab_size, max_depth, can_tree, can_sample, taps, kv = "free", None, 63, True, False, (), None
+    name, vocab_size, max_depth, lookahead, can_tree, can_sample, taps, kv = "free", None, 63, 0, True, False, (), None
 
     def allocate(self, pages, page_size, device) -> None:
         pass
