@@ -156,7 +156,9 @@ def make_drafter(name: str, target: Target, config: BenchConfig) -> object | Non
 
 def load(name: str, config: BenchConfig) -> Target:
     from dspark_runtime.targets import load_target
+    from verify_kernels import ops
 
+    ops.use(config.backend)
     return load_target(name, dtype=config.dtype, device=config.device, weights=config.weights, seed=config.seed)
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from verify_kernels.batch import PassBatch
+from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels, implementations
-from verify_kernels.cute.attention.run import append_kv, choose, plan, plan_variant, run
+from verify_kernels.cute.attention.run import append_kv, choose, commit_path, plan, plan_variant, run
 from verify_kernels.reference import attention as reference
 from verify_kernels.reference.attention import paged_tree_attention
 
@@ -60,11 +60,21 @@ APPENDS = [
     kernels.AppendVariant("bfloat16", 128, 32, 8, norm=True),
     kernels.AppendVariant("float16", 64, 14, 2, norm=False),
 ]
+COMMITS = [kernels.CommitVariant(512), kernels.CommitVariant(64)]
+
+# What an engine asks for with Qwen3-8B, Qwen3-30B-A3B and, as draft model, Qwen3-0.6B: prompts, chains and trees.
+ENGINES = [(32, 8), (32, 4), (16, 8)]
 
 
 def variants() -> list[kernels.AnyVariant]:
     all_ = [choose(*case) for case in CASES] + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]
-    return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_] + APPENDS))
+    others: list[kernels.AnyVariant] = [*APPENDS, *COMMITS]
+    for heads, kv_heads in ENGINES:
+        for mask, longest in (("causal", 1), ("causal", 32), ("causal", 8192), ("tree", 16), ("tree", 32), ("tree", 64)):
+            all_.append(choose(BF16, 128, heads, kv_heads, 16, mask, longest))
+        others.append(kernels.AppendVariant("bfloat16", 128, heads, kv_heads, norm=True))
+        others.append(kernels.CommitVariant(kv_heads * 128 // 2))
+    return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_] + others))
 
 
 def plan_kernel(variant: kernels.Variant, folder: Path) -> Any:
@@ -79,8 +89,13 @@ def random_tree(n: int, rng: random.Random) -> list[int]:
     return [w - (1 << 64) if w >> 63 else w for w in words]
 
 
-def make_batch(contexts: list[int], lengths: list[int], mask: str, page_size: int, rng: random.Random, device: str):
-    """A batch over a shuffled page table. Returns it and the number of pages; page 0 is nobody's."""
+def make_batch(
+    contexts: list[int], lengths: list[int], mask: str, page_size: int, rng: random.Random, device: str, first: int = 0
+) -> tuple[PassBatch, int]:
+    """A batch over a shuffled page table. Returns it and the number of pages; page 0 is nobody's.
+
+    lengths: new tokens of each request, of which the first `first` are no queries.
+    """
     needed = [-(-(c + n) // page_size) for c, n in zip(contexts, lengths, strict=True)]
     ids = list(range(1, sum(needed) + 4))
     rng.shuffle(ids)
@@ -91,8 +106,8 @@ def make_batch(contexts: list[int], lengths: list[int], mask: str, page_size: in
         used += n
     offsets = [0]
     for n in lengths:
-        offsets.append(offsets[-1] + n)
-    words = [w for n in lengths for w in random_tree(n, rng)] if mask == "tree" else None
+        offsets.append(offsets[-1] + n - first)
+    words = [w for n in lengths for w in random_tree(n, rng)[first:]] if mask == "tree" else None
     total = offsets[-1]
     batch = PassBatch(
         token_ids=torch.zeros(total, dtype=torch.int64, device=device),
@@ -102,8 +117,9 @@ def make_batch(contexts: list[int], lengths: list[int], mask: str, page_size: in
         page_table=table.to(device),
         slot_mapping=torch.zeros(total, dtype=torch.int64, device=device),
         ancestor_masks=None if words is None else torch.tensor(words, dtype=torch.int64, device=device),
-        max_query_len=max(lengths),
+        max_query_len=max(lengths) - first,
         max_kv_len=max(c + n for c, n in zip(contexts, lengths, strict=True)),
+        first_query=first,
     )
     return batch, len(ids) + 1
 
@@ -112,7 +128,7 @@ def poison(cache: torch.Tensor, batch: PassBatch) -> torch.Tensor:
     """A copy of the cache with NaN in every slot that no request owns."""
     pages, page_size = cache.shape[:2]
     owned = torch.zeros(pages * page_size, dtype=torch.bool, device=cache.device)
-    lengths = batch.request_offsets.diff() + batch.context_lens
+    lengths = batch.request_offsets.diff() + batch.context_lens + batch.first_query
     for r, n in enumerate(lengths.tolist()):
         t = torch.arange(n, device=cache.device)
         owned[batch.page_table[r].long()[t // page_size] * page_size + t % page_size] = True
@@ -130,9 +146,10 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     edge = [0, 1, page - 1, page, page + 1, 63, 64, 127, 128, 129]
     contexts = [rng.choice(edge + [rng.randrange(3000)] * 6 + [rng.randrange(20000)]) for _ in range(requests)]
     lengths = [rng.choice([1, longest, rng.randint(1, longest)]) for _ in range(requests)]
-    lengths[0] = max(lengths[0], 1)
-    batch, pages = make_batch(contexts, lengths, mask, page, rng, "cuda")
-    q = torch.randn(sum(lengths), heads, dim, device="cuda", dtype=dtype) * 2
+    first = rng.choice([0, 0, 1, rng.randrange(24)])
+    lengths = [first + n if mask == "causal" else min(first + n, max(64, first + 1)) for n in lengths]
+    batch, pages = make_batch(contexts, lengths, mask, page, rng, "cuda", first)
+    q = torch.randn(batch.num_tokens, heads, dim, device="cuda", dtype=dtype) * 2
     k = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
     v = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
     scale, cap = dim**-0.5, 8.0 if softcap else 0.0
@@ -140,12 +157,13 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     kernel = kernels.load(kernels.library(variant, folder))
     bad_k, bad_v = poison(k, batch), poison(v, batch)
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
-    by_torch, by_kernel = plan(variant, *make), plan(variant, *make, kernel=plan_kernel(variant, folder))
+    by_torch = plan(variant, *make, first_query=first)
+    by_kernel = plan(variant, *make, kernel=plan_kernel(variant, folder), first_query=first)
     if not torch.equal(by_torch.segments, by_kernel.segments):
         return {"case": str(case), "seed": seed, "error": float("nan"), "why": "schedules differ"}
     outs = []
     for setup in (None, rng.choice([0, 3, 10])):
-        p = by_kernel if setup is None else plan(variant, *make, setup=setup)
+        p = by_kernel if setup is None else plan(variant, *make, setup=setup, first_query=first)
         p.partial.fill_(float("nan"))
         p.stats.fill_(float("nan"))
         out = torch.full_like(q, float("nan"))
@@ -207,6 +225,27 @@ def check_ops(folder: Path) -> float:
             want = paged_tree_attention(q.float(), k.float(), v.float(), bare, scale=128**-0.5)
         worst = max(worst, ((got.float() - want).norm() / want.norm()).item())
     return worst
+
+
+def check_commit(variant: kernels.CommitVariant, folder: Path, seed: int) -> bool:
+    """Compaction of random paths against the reference, bit for bit: what is not on a path stays as it is."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    requests, depth, page, layers = rng.choice([1, 5, 33]), rng.randint(1, 40), rng.choice([16, 64]), 3
+    contexts = [rng.choice([0, 1, page - 1, page, rng.randrange(500)]) for _ in range(requests)]
+    batch, pages = make_batch(contexts, [64] * requests, "causal", page, rng, "cuda")
+    path = torch.full((requests, depth), -1, dtype=torch.int64, device="cuda")
+    for r in range(requests):
+        kept = [0, *sorted(rng.sample(range(1, 64), rng.randrange(depth)))]
+        path[r, : len(kept)] = torch.tensor(kept)
+    shape = (layers, pages, page, variant.words // 32, 64)
+    cache = KVCache(*(torch.randn(shape, device="cuda", dtype=BF16) for _ in range(2)))
+    want = KVCache(cache.k.clone(), cache.v.clone())
+    args = (batch.page_table, batch.context_lens.long(), path)
+    commit_path(kernels.load(kernels.library(variant, folder)), cache, *args)
+    reference.commit_path(want, *args)
+    want.k[:, 0], want.v[:, 0] = cache.k[:, 0], cache.v[:, 0]  # the scratch page is nobody's
+    return torch.equal(cache.k, want.k) and torch.equal(cache.v, want.v)
 
 
 def check_append(variant: kernels.AppendVariant, folder: Path, tokens: int = 77) -> dict[str, Any]:
@@ -346,6 +385,8 @@ def main() -> None:
     print(f"one graph, other lengths: relative error {graph_error:.2e}")
     ops_error = check_ops(args.kernels)
     print(f"as operations: relative error {ops_error:.2e}")
+    commits = [check_commit(v, args.kernels, seed) for v in COMMITS for seed in range(10)]
+    print(f"commit_path: {sum(commits)} of {len(commits)} cases equal the reference")
     appends = [check_append(v, args.kernels) for v in APPENDS]
     for row in appends:
         print(row["variant"], row["us"], "us, reference", row["reference_us"], "us, relative error", row["rel_error"])
@@ -357,7 +398,8 @@ def main() -> None:
         "schema_version": 1,
         "command": "python -m eval.bench_attention run --kernels DIR --json FILE --cases " + str(args.cases),
         "environment": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda},
-        "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error, "ops": ops_error},
+        "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error, "ops": ops_error,
+                        "commit_path": f"{sum(commits)} of {len(commits)}"},
         "results": list(appends),
     }
     if not args.no_timing:
@@ -371,7 +413,7 @@ def main() -> None:
                   row["tflops"], "TFLOP/s", flush=True)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if bad or not all(e <= args.tolerance for e in (graph_error, ops_error, *(row["rel_error"] for row in appends))):
+    if bad or not all(commits) or not all(e <= args.tolerance for e in (graph_error, ops_error, *(row["rel_error"] for row in appends))):
         raise SystemExit(f"{len(bad)} of {len(checks)} cases, or the graph, or append_kv, are above {args.tolerance}")
 
 

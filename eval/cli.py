@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from dspark_runtime.errors import DsparkError
+from verify_kernels.errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +36,7 @@ Tree = Annotated[Optional[str], typer.Option(help="Names of configs/trees, or YA
 Device = Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1.")]
 Dtype = Annotated[Optional[str], typer.Option(help="auto, float32, bfloat16, float16.")]
 Weights = Annotated[Optional[str], typer.Option(help="auto, or dummy: seeded random weights, for timing.")]
+Backend = Annotated[Optional[str], typer.Option(help="Kernels: auto (this project's own), reference (torch).")]
 Method = Annotated[
     Optional[str],
     typer.Option("--rejection-sample-method", help="Acceptance rule; auto picks one that fits the drafter."),
@@ -119,6 +121,7 @@ def bench(
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
+    backend: Backend = None,
     cuda_graph: Annotated[Optional[bool], typer.Option(help="Replay steps as CUDA graphs (default: on a GPU).")] = None,
     seed: Seed = None,
     repeats: Annotated[
@@ -153,6 +156,7 @@ def bench(
         device=device,
         dtype=dtype,
         weights=weights,
+        backend=backend,
         cuda_graph=cuda_graph,
         seed=seed,
         repeats=repeats,
@@ -213,6 +217,7 @@ def generate(
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
+    backend: Backend = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
 ) -> None:
     """Stream a completion; ends with its AL and tokens/s."""
@@ -225,6 +230,7 @@ def generate(
         device=device,
         dtype=dtype,
         weights=weights,
+        backend=backend,
         seed=seed,
     )
     settings = recipe(None, flags)
@@ -253,6 +259,7 @@ def check(
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="float32 demands equal tokens; 16-bit types allow near ties.")] = "float32",
     weights: Weights = None,
+    backend: Backend = None,
     seed: Seed = None,
 ) -> None:
     """In seconds: is this pair of target and drafter sound? Exit code 1 if not."""
@@ -263,6 +270,7 @@ def check(
         device=device,
         dtype=dtype,
         weights=weights,
+        backend=backend,
         seed=seed,
     )
     settings = recipe(None, flags)
@@ -298,6 +306,8 @@ def main(argv: list[str] | None = None) -> None:
         message = str(error)
     except UsageError as error:
         message = error.format_message()
+    except KernelError as error:
+        message = str(error)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     else:

@@ -13,6 +13,7 @@ def doctor() -> str:
 
     from dspark_runtime import targets
     from verify_kernels import ops
+    from verify_kernels.errors import KernelError
 
     commit, dirty = env.git_state()
     lines = [
@@ -36,6 +37,9 @@ def doctor() -> str:
         lines.append(f"GPU           none ({why}); runs use the CPU")
     lines.append(env.cpu_kernels() or "CPU kernels: none")
     lines.append(f"operations    on {device.type}:")
-    lines += [f"  {name:20s}  {module}" for name, module in ops.chosen(device.type).items()]
+    try:
+        lines += [f"  {name:20s}  {module}" for name, module in ops.chosen(device.type).items()]
+    except KernelError as error:
+        lines.append(f"  none: {error}")
     lines += [f"{key:13s} {value}" for key, value in targets.cache_status().items()]
     return "\n".join(lines) + "\n"

@@ -94,6 +94,7 @@ class BenchConfig(Strict):
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: str = "auto"
+    backend: Literal["auto", "reference"] = "auto"
     cuda_graph: bool | None = None
     seed: int = Field(default=0, ge=0)
     repeats: int = Field(default=5, ge=1)

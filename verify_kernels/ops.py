@@ -4,7 +4,9 @@ Each operation has a torch reference in `verify_kernels.reference` (its specific
 in its docstring there) and may have faster implementations, registered per operation under a backend name. Which
 backend runs is decided here and nowhere else:
 
-- `use("auto")` (the default): the fastest registered backend whose `supports` accepts the call's device;
+- `use("auto")` (the default): on a CPU what `verify_kernels.cpu` offers, on CUDA the CuTe DSL kernels of
+  `verify_kernels.cute`, and the reference for operations that they do not have. A GPU or a shape that the kernels do not
+  serve is an error (`errors.KernelError`, ValueError), never a silent fallback;
 - `use("reference")`: the torch reference, always.
 
 `chosen()` reports what runs on a device, so that no command has to guess.
@@ -56,6 +58,10 @@ def _table(device_type: str) -> dict[str, Callable[..., Any]]:
             from verify_kernels import cpu
 
             table.update(cpu.implementations())
+        if _mode == "auto" and device_type == "cuda":
+            from verify_kernels import cute
+
+            table.update(cute.implementations())
         _loaded[device_type] = table
     return table
 

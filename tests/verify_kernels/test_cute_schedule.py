@@ -23,8 +23,9 @@ CONTEXTS = st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 777, 3000])
     units=st.sampled_from([1, 7, 132]),
     causal=st.booleans(),
     setup=st.sampled_from([0, 1, 2, 7]),
+    first=st.sampled_from([0, 1, 5, 40]),
 )
-def test_every_tile_once(requests, group, kv_heads, block_rows, tile_n, units, causal, setup):
+def test_every_tile_once(requests, group, kv_heads, block_rows, tile_n, units, causal, setup, first):
     contexts, lengths = [c for c, _ in requests], [n for _, n in requests]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     table = schedule(
@@ -38,6 +39,7 @@ def test_every_tile_once(requests, group, kv_heads, block_rows, tile_n, units, c
         units=units,
         causal=causal,
         setup=setup,
+        first_query=first,
     )
     assert table.dtype == torch.int32 and table.shape[1] == RECORD
     rows = table.tolist()
@@ -47,7 +49,7 @@ def test_every_tile_once(requests, group, kv_heads, block_rows, tile_n, units, c
         for row0 in range(0, length * group, block_rows):
             seen = min(length, -(-(row0 + block_rows) // group)) if causal else length
             for head in range(kv_heads):
-                tiles[r, head, row0] = -(-(context + seen) // tile_n)
+                tiles[r, head, row0] = -(-(context + first + seen) // tile_n)
 
     found = {work: [] for work in tiles}
     share = -(-sum(n + setup for n in tiles.values()) // units)
@@ -57,10 +59,10 @@ def test_every_tile_once(requests, group, kv_heads, block_rows, tile_n, units, c
         segments = [rows[unit], *rows[rest : rest + count - 1]] if count else []
         spent = 0
         for s in segments:
-            r, head, row0, q_start, q_len, context, t0, t1, slot, first, last = s[:11]
-            assert (q_start, q_len, context) == (offsets[r], lengths[r], contexts[r])
+            r, head, row0, q_start, q_len, context, t0, t1, slot, first_unit, last_unit = s[:11]
+            assert (q_start, q_len, context, s[13]) == (offsets[r], lengths[r], contexts[r], first)
             assert t0 < t1
-            found[r, head, row0].append((t0, t1, unit, first, last, slot))
+            found[r, head, row0].append((t0, t1, unit, first_unit, last_unit, slot))
             spent += t1 - t0 + (setup if t0 == 0 else 0)
             if slot >= 0:
                 assert slot == 2 * unit + (t0 == 0) and slot not in slots

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from verify_kernels.batch import PassBatch
+from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
+from verify_kernels.errors import INSTEAD, KernelError
+
+def check_machine() -> None:
+    """Raises KernelError where the kernels cannot run, with what would help."""
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        raise KernelError(f"GPU: found {name} (sm_{capability[0]}{capability[1]}), allowed: sm_90 (Hopper), {INSTEAD}")
+    if importlib.util.find_spec("tvm_ffi") is None:
+        raise KernelError(f"apache-tvm-ffi: not installed, needed to load kernels (pip install '.[cuda]'), {INSTEAD}")
 
 
 @dataclasses.dataclass
@@ -28,8 +39,9 @@ def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]
     """Operation name -> implementation for CUDA tensors on sm_90.
 
     Kernels are compiled into `folder` (see `compile.default_folder`) at their first call, which must come before a CUDA
-    graph captures it.
+    graph captures it. Raises KernelError where they cannot run.
     """
+    check_machine()
 
     @functools.cache
     def kernel(variant: kernels.AnyVariant) -> run.Kernel:
@@ -37,11 +49,12 @@ def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]
 
     def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> PassPlan:
         if window:
-            raise ValueError(f"verify attention: window is {window}, allowed: 0 (use the reference for sliding windows)")
+            raise KernelError(f"verify attention: window is {window}, allowed: 0, {INSTEAD}")
         if mask == "tree" and batch.ancestor_masks is None:
             mask = "causal"
-        if mask == "tree" and batch.max_query_len > 64:
-            raise ValueError(f"verify attention: max_query_len is {batch.max_query_len}, allowed with a tree: up to 64")
+        new = batch.first_query + batch.max_query_len
+        if mask == "tree" and new > 64:
+            raise KernelError(f"verify attention: a request has up to {new} new tokens, allowed with a tree: 64")
         return PassPlan(page_size, mask)
 
     def paged_tree_attention(
@@ -73,6 +86,7 @@ def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]
                 batch.ancestor_masks if passed.mask == "tree" else None,
                 batch.num_tokens,
                 kernel=kernel(run.plan_variant(variant)),
+                first_query=batch.first_query,
             )
         return run.run(kernel(variant), plan, q, k_pages, v_pages, q.new_empty(q.shape), scale, softcap)
 
@@ -94,4 +108,12 @@ def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]
             kernel(variant), q, k, v, k_pages, v_pages, batch.slot_mapping, batch.positions, cos_sin, q_norm, k_norm, eps
         )
 
-    return {"plan_attention": plan_attention, "paged_tree_attention": paged_tree_attention, "append_kv": append_kv}
+    def commit_path(cache: KVCache, page_table: Tensor, context_lens: Tensor, path: Tensor) -> None:
+        run.commit_path(kernel(run.commit_variant(cache)), cache, page_table, context_lens, path)
+
+    return {
+        "plan_attention": plan_attention,
+        "paged_tree_attention": paged_tree_attention,
+        "append_kv": append_kv,
+        "commit_path": commit_path,
+    }

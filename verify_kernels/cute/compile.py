@@ -1,7 +1,8 @@
 """Ahead-of-time compilation of the CuTe DSL kernels: no GPU needed to build, no DSL needed to run.
 
 `build` compiles one variant to a shared library that needs libcudart and apache-tvm-ffi only, and keeps it in a folder
-under a name that holds all it depends on: a changed source, constant, DSL or architecture never loads a stale kernel. `load` opens it. Importing this module imports neither the DSL nor tvm-ffi.
+under a name that holds all it depends on: a changed source, constant, DSL or architecture never loads a stale kernel.
+`load` opens it. Importing this module imports neither the DSL nor tvm-ffi.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from verify_kernels.errors import KernelError
 
 ARCH = "sm_90a"
 _DSL = "nvidia-cutlass-dsl"
@@ -82,7 +85,18 @@ class AppendVariant:
         return f"append_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}{'_norm' if self.norm else ''}"
 
 
-AnyVariant = Variant | PlanVariant | AppendVariant
+@dataclasses.dataclass(frozen=True)
+class CommitVariant:
+    """Constants of the accepted path's compaction; see `attention.commit.CommitPath`."""
+
+    words: int
+
+    @property
+    def name(self) -> str:
+        return f"commit_w{self.words}"
+
+
+AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant
 
 
 def default_folder() -> Path:
@@ -116,9 +130,9 @@ def library(variant: AnyVariant, folder: Path | None = None) -> Path:
         return folder / f"{variant.name}-{key}-dsl{dsl_version()}.so"
     found = sorted(folder.glob(f"{variant.name}-{key}-dsl*.so"))
     if len(found) != 1:
-        raise FileNotFoundError(
+        raise KernelError(
             f"kernel {variant.name}: found {len(found)} libraries of these sources in {folder}, allowed: 1 "
-            f"(build it where {_DSL} is installed, or install that here)"
+            f"(install {_DSL}, which builds it here, or bring the library from where it is)"
         )
     return found[0]
 
@@ -144,6 +158,7 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
     from verify_kernels.cute.attention.append import AppendKV
+    from verify_kernels.cute.attention.commit import CommitPath
     from verify_kernels.cute.attention.plan import Plan
     from verify_kernels.cute.attention.schedule import RECORD
     from verify_kernels.cute.attention.verify import VerifyAttention
@@ -159,7 +174,15 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     if isinstance(variant, PlanVariant):
         table = fake(i32, size(), RECORD)
         plan = Plan(**dataclasses.asdict(variant))
-        return cute.compile(plan, fake(i32, size()), fake(i32, size()), table, i32(1), stream, options=options)
+        return cute.compile(plan, fake(i32, size()), fake(i32, size()), table, i32(1), i32(0), stream, options=options)
+    if isinstance(variant, CommitVariant):
+        shape = (size(), size(), size(), variant.words)
+        stride = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), variant.words, 1)
+        cache = make_fake_tensor(i32, shape, stride, assumed_align=16)
+        index = fake(cutlass.Int64, size())
+        path = fake(cutlass.Int64, size(), size())
+        table = fake(i32, size(), size())
+        return cute.compile(CommitPath(variant.words), cache, cache, table, index, path, stream, options=options)
     constants = dataclasses.asdict(variant)
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[constants.pop("dtype")]
     tokens, pages, slots = size(), size(), size()
@@ -219,12 +242,12 @@ def _link(work: Path) -> None:
     root = Path(str(importlib.metadata.distribution(_DSL).locate_file("nvidia_cutlass_dsl")))
     static = root / "cu13" / "lib" / "libcuda_dialect_runtime_static.a"
     if not static.exists():
-        raise RuntimeError(f"{_DSL}: {static} is missing, allowed: an install with the extra cu13")
+        raise KernelError(f"{_DSL}: {static} is missing, allowed: an install with the extra cu13")
     (work / "shim.c").write_text(_SHIM)
     command = ["gcc", "-shared", "-fPIC", "-o", work / "kernel.so", work / "kernel.o", work / "shim.c", static]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"gcc could not link the kernel: {done.stderr.strip()}")
+        raise KernelError(f"gcc could not link the kernel: {done.stderr.strip()}")
 
 
 @functools.cache
@@ -242,5 +265,5 @@ def _make_global(name: str) -> None:
     with open("/proc/self/maps") as maps:
         loaded = {line.split()[-1] for line in maps if name in line}
     if not loaded:
-        raise RuntimeError(f"{name} is not loaded: found a torch build without CUDA, allowed: one for CUDA 13")
+        raise KernelError(f"{name} is not loaded: found a torch build without CUDA, allowed: one for CUDA 13")
     ctypes.CDLL(sorted(loaded)[0], mode=ctypes.RTLD_GLOBAL)

@@ -63,15 +63,21 @@ class Plan:
         request_offsets: cute.Tensor,  # [R + 1] int32
         table: cute.Tensor,  # [units + entries * kv_heads, RECORD] int32
         units: Int32,
+        first_query: Int32,
         stream: Any,
     ) -> None:
-        self.kernel(context_lens, request_offsets, table, units).launch(
+        self.kernel(context_lens, request_offsets, table, units, first_query).launch(
             grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, context_lens: cute.Tensor, request_offsets: cute.Tensor, table: cute.Tensor, units: Int32
+        self,
+        context_lens: cute.Tensor,
+        request_offsets: cute.Tensor,
+        table: cute.Tensor,
+        units: Int32,
+        first_query: Int32,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         smem = cutlass.memory.SmemAllocator()
@@ -91,7 +97,7 @@ class Plan:
         entries = first_entry[requests]
         for r in cutlass.range(thread, requests, THREADS, unroll=1):
             length = request_offsets[r + 1] - request_offsets[r]
-            context = context_lens[r]
+            context = context_lens[r] + first_query
             for e in cutlass.range(first_entry[r], first_entry[r + 1], unroll=1):
                 seen = length
                 if const_expr(self.causal):
@@ -153,6 +159,7 @@ class Plan:
                 record[10] = last
                 record[11] = self.work_at(cost_before, entries, cuts[unit + 1] - 1)[0] - work + 1
                 record[12] = units + work + 1
+                record[13] = first_query
             cute.autovec_copy(record, table[row, None])
 
     @cute.jit

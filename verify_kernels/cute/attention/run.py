@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verify_kernels.batch import KVCache
 from verify_kernels.cute.attention.schedule import MAX_ENTRIES, RECORD, schedule
-from verify_kernels.cute.compile import PlanVariant, Variant
+from verify_kernels.cute.compile import CommitVariant, PlanVariant, Variant
+from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]
 
@@ -24,7 +26,13 @@ def choose(
     split the keys. Larger ones take 128 rows a CTA, and as many CTAs abreast as the rows need, up to 4.
     """
     if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"verify attention: dtype is {dtype}, allowed: torch.bfloat16, torch.float16")
+        raise KernelError(f"verify attention: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
+    if head_dim not in (64, 128):
+        raise KernelError(f"verify attention: head_dim is {head_dim}, allowed: 64, 128, {INSTEAD}")
+    if heads // kv_heads > 16:
+        raise KernelError(f"verify attention: {heads} heads share {kv_heads} KV heads, allowed: at most 16 each, {INSTEAD}")
+    if page_size not in (16, 32, 64, 128):
+        raise KernelError(f"verify attention: page_size is {page_size}, allowed: 16, 32, 64, 128, {INSTEAD}")
     rows = max_query_len * heads // kv_heads
     constants = (str(dtype).removeprefix("torch."), head_dim, heads, kv_heads, page_size, mask)
     if rows <= 64:
@@ -83,10 +91,11 @@ def plan(
     *,
     kernel: Kernel | None = None,
     setup: int | None = None,
+    first_query: int = 0,
 ) -> Plan:
     """page_table [R, P] int32, context_lens [R] int32, request_offsets [R + 1] int32, ancestor_masks [N] int64.
 
-    Requests with a tree have at most 64 new tokens. No host read. kernel: the compiled `plan_variant(variant, setup)`;
+    Requests with a tree have at most 64 new tokens, first_query included. No host read. kernel: the compiled `plan_variant(variant, setup)`;
     without it the schedule is made by torch operations.
     """
     device = context_lens.device
@@ -97,12 +106,12 @@ def plan(
     constants = plan_variant(variant, setup)
     entries = context_lens.shape[0] + num_tokens * constants.group // constants.block_rows
     if kernel is None:
-        segments = schedule(context_lens, request_offsets, num_tokens, units=units, **dataclasses.asdict(constants))
+        segments = schedule(context_lens, request_offsets, num_tokens, units=units, first_query=first_query, **dataclasses.asdict(constants))
     else:
         if entries > MAX_ENTRIES or context_lens.shape[0] > MAX_ENTRIES:
             raise ValueError(f"verify attention: blocks of query rows are up to {entries}, allowed: {MAX_ENTRIES}")
         segments = torch.empty(units + entries * variant.kv_heads, RECORD, dtype=torch.int32, device=device)
-        kernel(context_lens, request_offsets, segments, units)
+        kernel(context_lens, request_offsets, segments, units, first_query)
     if ancestor_masks is None:
         ancestor_masks = torch.empty(num_tokens, dtype=torch.int64, device=device)
     partial, stats = _workspace(device, 2 * units * variant.blocks, variant.rows, variant.head_dim)
@@ -139,3 +148,16 @@ def append_kv(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     kernel(q, k, v, k_pages, v_pages, slot_mapping, positions, cos_sin, q_norm, k_norm, out, eps)
     return out
+
+
+def commit_path(kernel: Kernel, cache: KVCache, page_table: Tensor, context_lens: Tensor, path: Tensor) -> None:
+    """The reference's `commit_path` by the compiled `commit_variant`. Capturable."""
+    k, v = (x.view(*x.shape[:3], -1).view(torch.int32) for x in (cache.k, cache.v))
+    kernel(k, v, page_table, context_lens.long(), path.contiguous())
+
+
+def commit_variant(cache: KVCache) -> CommitVariant:
+    size = cache.k.shape[3] * cache.k.shape[4] * cache.k.element_size()
+    if size % 16:
+        raise KernelError(f"commit_path: a slot has {size} bytes, allowed: multiples of 16, {INSTEAD}")
+    return CommitVariant(size // 4)

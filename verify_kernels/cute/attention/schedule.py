@@ -16,13 +16,13 @@ from torch import Tensor
 MAX_ENTRIES = 4096  # blocks of query rows in a pass that `plan.py` has room for
 RECORD = 16
 """int32 words of a segment: request, kv_head, row0, q_start, q_len, context, t0, t1, slot, first_unit, last_unit,
-count, next, 0, 0, 0.
+count, next, first_query, 0, 0.
 
 row0 is the first query row (token * group + head in group) of the block; [t0, t1) are key tiles; slot is the partial
 result's index, or -1 where the segment is its work's only one; first_unit..last_unit share the work.
 
 Row u of the table is unit u's first segment; count is the unit's number of segments, and the others follow at row
-`next`. So a unit starts after one read. Row units + w is the segment that begins work w (entry * kv_heads + head).
+`next`. first_query new tokens of the request come before its queries. So a unit starts after one read. Row units + w is the segment that begins work w (entry * kv_heads + head).
 """
 
 
@@ -38,6 +38,7 @@ def schedule(
     units: int,
     causal: bool,
     setup: int = 0,
+    first_query: int = 0,
 ) -> Tensor:
     """Cuts the pass into `units` stretches. Returns the table, [S, RECORD] int32.
 
@@ -45,6 +46,7 @@ def schedule(
     tiles, and the stretches are equal with it.
 
     context_lens [R] int32, request_offsets [R + 1] int32, num_tokens N: rows of the flat batch; group = Hq / Hkv.
+    first_query: see `verify_kernels.batch.PassBatch`.
     """
     device = context_lens.device
     context = context_lens.long()
@@ -62,7 +64,7 @@ def schedule(
     seen = lengths[request]
     if causal:
         seen = torch.minimum(seen, (row0 + block_rows + group - 1) // group)
-    tiles = torch.where(real, (context[request] + seen + tile_n - 1) // tile_n, 0)
+    tiles = torch.where(real, (context[request] + first_query + seen + tile_n - 1) // tile_n, 0)
 
     # The line: every work is its setup, then its tiles.
     cost = torch.where(tiles > 0, tiles + setup, 0)[:, None].expand(entries, kv_heads).flatten()
@@ -86,6 +88,6 @@ def schedule(
     e = work // kv_heads
     r = request[e]
     fields = [r, work % kv_heads, row0[e], starts[r], lengths[r], context[r], t0, t1, slot, first, last]
-    fields += [count, units + work + 1]
+    fields += [count, units + work + 1, torch.full_like(r, first_query)]
     table = torch.stack(fields + [torch.zeros_like(r)] * (RECORD - len(fields)), dim=1)
     return torch.where((start < total)[:, None], table, 0).int()

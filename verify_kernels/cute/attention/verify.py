@@ -271,7 +271,7 @@ class VerifyAttention:
                 at = segments[unit, 12] + n - 1
             request, head, context, t0 = segments[at, 0], segments[at, 1], segments[at, 5], segments[at, 6]
             q_len, t1 = segments[at, 4], segments[at, 7]
-            end = q_len + context
+            end = context + segments[at, 13] + q_len
             if const_expr(self.blocks > 1):
                 if segments[at, 2] + rank * self.rows >= q_len * self.group:
                     t1 = t0
@@ -355,6 +355,7 @@ class VerifyAttention:
         for n in cutlass.range(segment_count, unroll=1):
             head, row0 = record[1], record[2] + rank * self.rows
             q_start, q_len, context, t0, t1, slot = (record[i] for i in range(3, 9))
+            first = record[13]
             query_rows = q_len * self.group
             if const_expr(self.blocks > 1):
                 if row0 >= query_rows:  # this CTA's rows lie past the request's end
@@ -365,13 +366,13 @@ class VerifyAttention:
             for i in cutlass.range_constexpr(2):
                 token = (row0 + row + 8 * i) // self.group
                 words[i] = Uint64(0)
-                limits[i] = q_len
+                limits[i] = first + q_len
                 if const_expr(self.mask == "tree"):
                     if token < q_len:
-                        own_bits = (Uint64(2) << (q_len - 1).to(Uint64)) - Uint64(1)
+                        own_bits = (Uint64(2) << (first + q_len - 1).to(Uint64)) - Uint64(1)
                         words[i] = ancestors[q_start + token].to(Uint64) & own_bits
                 if const_expr(self.mask == "causal"):
-                    limits[i] = cutlass.min(token + 1, q_len)
+                    limits[i] = first + cutlass.min(token + 1, q_len)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             acc_o.fill(0.0)
@@ -399,7 +400,7 @@ class VerifyAttention:
                 # Tiles that lie in the committed context whole need no mask; in a chain, earlier new tokens count too.
                 clear = context
                 if const_expr(self.mask == "causal"):
-                    clear = context + row0 // self.group
+                    clear = context + first + row0 // self.group
                 clear = cutlass.min(clear // self.tile_n, t1)
                 second = start + self.step
                 middle = second + cutlass.max(clear - second + self.step - 1, 0) // self.step * self.step
@@ -420,7 +421,7 @@ class VerifyAttention:
                 index = count + final - t0
                 stage, phase = index % self.stages, (index // self.stages) & 1
                 cute.arch.mbarrier_wait(full_v + stage, phase)
-                valid = context + q_len - final * self.tile_n
+                valid = context + first + q_len - final * self.tile_n
                 if valid < self.tile_n:
                     # The last page's unused slots may hold anything, and 0 * NaN is NaN.
                     self.clear_tail(s_v, stage, valid, local)
