@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drafters.base import BatchState
+from drafters.children import draw, levels, top
 from drafters.tree import DraftTree, TreeSpec
-from verify_kernels import rng
 from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
 
 
@@ -54,46 +54,24 @@ class DraftModel:
         probs = torch.zeros(r, n, self.vocab_size, device=device) if sample else None
         masks, depths = tree.masks_and_depths()
         hidden = self._first_pass(state)
-        for first, last, children in _levels(spec):
+        for first, last, below in levels(spec):
             if first:
                 hidden = self._level_pass(state, tree, slice(first, last), masks, depths)
-            most = max(spec.ranks[c] for c in children) + 1
+            most = max(spec.ranks[c] for c in below) + 1
             if probs is None and most == 1:
                 ids = self.model.greedy(hidden)[0].view(r, last - first, 1)
             else:
-                ids = self._children(self.model.logits(hidden).view(r, last - first, -1), state, first, most, probs)
-            for child in children:
+                logits = self.model.logits(hidden).view(r, last - first, -1)
+                if probs is None:
+                    ids = top(logits, most)
+                else:
+                    ids, probs[:, first:last] = draw(logits, state, first, most)
+            for child in below:
                 tree.tokens[:, child] = ids[:, spec.parents[child] - first, spec.ranks[child]]
         tree.probs = probs
         # Past its own context limit this model drafts nothing.
         room = (self.model.max_model_len - state.context_lens).clamp(min=0)
         return tree.limit(torch.minimum(state.max_drafts, room))
-
-    def _children(self, logits: Tensor, state: BatchState, first: int, most: int, probs: Tensor | None) -> Tensor:
-        """The `most` children of each node of a level, [R, w, most]; fills in probs [R, n, V] when sampling.
-
-        logits [R, w, V] float32 of nodes first .. first + w - 1.
-        """
-        if probs is None:
-            return _top(logits, most)
-        width = logits.shape[1]
-        temperature = state.temperature[:, None, None]
-        q = (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(-1)
-        best = torch.zeros_like(q).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
-        # A broken row (NaN, whose sum is not positive) is greedy too: acceptance needs a distribution.
-        q = torch.where((temperature > 0) & (q.sum(-1, keepdim=True) > 0), q, best)
-        probs[:, first : first + width] = q
-        index = first + torch.arange(width, device=logits.device)
-        draws = []
-        for rank in range(most):
-            u = rng.uniform(
-                state.seeds[:, None], state.num_outputs[:, None], rng.DRAFT, index * self.vocab_size + rank
-            )
-            # Once q is spent, which in a greedy row is after the first child: the best token that is left.
-            draws.append(torch.where(q.amax(-1) > 0, rng.sample(q, u), logits.argmax(-1)))
-            q = q.scatter(-1, draws[-1][..., None], 0.0)
-            logits = logits.scatter(-1, draws[-1][..., None], float("-inf"))
-        return torch.stack(draws, -1)
 
     def _first_pass(self, state: BatchState) -> Tensor:
         """Runs [token before the root, root]; returns the root's hidden state [R, H].
@@ -155,19 +133,3 @@ class DraftModel:
             max_kv_len=state.max_seq_len - 1 + first + width,
             first_query=first,
         )
-
-
-def _levels(spec: TreeSpec) -> list[tuple[int, int, list[int]]]:
-    """(first node, last node + 1, nodes of the next level) of each level that has children."""
-    nodes = [[i for i, d in enumerate(spec.depths) if d == depth] for depth in range(spec.depth + 1)]
-    return [(level[0], level[-1] + 1, below) for level, below in zip(nodes, nodes[1:])]
-
-
-def _top(logits: Tensor, count: int) -> Tensor:
-    """The `count` largest entries' ids, [..., count], ties to the lowest id (which topk does not promise)."""
-    ids = []
-    for _ in range(count):
-        ids.append(logits.argmax(-1))
-        if len(ids) < count:
-            logits = logits.scatter(-1, ids[-1][..., None], float("-inf"))
-    return torch.stack(ids, -1)

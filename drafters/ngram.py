@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import BatchState
+from drafters.suffix import continuations
 from drafters.tree import DraftTree, TreeSpec
 from verify_kernels.batch import KVCache, PassBatch
 
@@ -47,34 +47,14 @@ class NgramDrafter:
     def propose(self, state: BatchState, spec: TreeSpec, sample: bool) -> DraftTree:
         if not spec.num_drafts:
             return DraftTree.from_spec(spec, state.roots[:, None])
-        found = self._continuations(state, spec.depth, 1 if spec.is_chain else min(spec.num_drafts, state.max_seq_len))
+        count = 1 if spec.is_chain else spec.num_drafts
+        found = continuations(state, spec.depth, count, self.max_ngram, self.min_ngram).tokens
         if not spec.is_chain:
             return _trie(state.roots, found, spec)
         tokens = torch.cat((state.roots[:, None], found[:, 0]), dim=1)
         real = tokens >= 0
         parents = torch.where(real, spec.parents_on(tokens.device), -1)
         return DraftTree(tokens, parents, real.sum(1), spec.depth, is_chain=True)
-
-    def _continuations(self, state: BatchState, depth: int, count: int) -> Tensor:
-        """The `count` best continuations, [R, count, depth], no longer than max_drafts; -1 beyond their ends."""
-        length, longest = state.max_seq_len, self.max_ngram
-        device = state.tokens.device
-        ends = state.seq_lens[:, None]
-        history = F.pad(state.tokens[:, :length], (longest, 0), value=-1)  # token i is in column longest + i
-        suffix = history.gather(1, ends + longest - 1 - torch.arange(longest, device=device))  # newest first
-        at = torch.arange(length, device=device)
-        # score = i + length * (how many tokens up to and including i equal the last ones): longer first, then later.
-        score, matches = at, at < ends - 1
-        for back in range(longest):
-            matches = matches & (history[:, longest - back : longest - back + length] == suffix[:, back : back + 1])
-            score = score + matches * length
-        best, where = score.topk(count, dim=1) if count > 1 else score.max(dim=1, keepdim=True)
-        start = where + 1
-        stop = torch.minimum(ends, start + state.max_drafts[:, None]).masked_fill(best < self.min_ngram * length, 0)
-        reach = start[:, :, None] + torch.arange(depth, device=device)
-        columns = reach.clamp(max=length - 1) + longest
-        found = history.gather(1, columns.flatten(1)).view_as(reach)
-        return found.masked_fill(reach >= stop[:, :, None], -1)
 
 
 def _trie(roots: Tensor, found: Tensor, spec: TreeSpec) -> DraftTree:

@@ -1,0 +1,240 @@
+"""DSpark and DFlash as drafters: one block pass, then chains and trees from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.base import BatchState
+from drafters.children import draw, levels
+from drafters.dspark.network import DraftNetwork
+from drafters.suffix import continuations
+from drafters.topology import TreeSpec
+from drafters.tree import DraftTree
+from drafters.tree_growth import Children, Confidence, grow
+from verify_kernels import ops
+from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
+from verify_kernels.rope import cos_sin_table
+
+
+class BlockDrafter:
+    """A DSpark or DFlash network over the engine's pages. Implements `drafters.base.Drafter`.
+
+    Its cache holds keys and values of the context's fused features, one entry for each token but the root; a block pass
+    writes its slots behind them, and what was accepted is overwritten with its own features in `observe`, compact.
+
+    candidates: deterministic drafts compare the best `candidates` tokens of each slot only, so that the Markov head's
+    w2 is read there and not over the whole vocabulary. Sampled drafts always have the whole law, as acceptance needs it.
+    grow: trees take their shape from the drafter's own probabilities, within the TreeSpec's nodes and depth; False: the
+    TreeSpec's topology. Sampled trees always have the TreeSpec's. confidence, stop_below: see `tree_growth.grow`.
+    suffix: so many earlier occurrences of the request's last tokens add children to grown trees (0: none).
+    """
+
+    can_sample = True
+    can_tree = True
+    kv: KVCache | None = None  # `observe` writes what was accepted in its place
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        target: Any,
+        name: str,
+        *,
+        candidates: int = 32,
+        grow: bool = True,
+        confidence: Confidence = "off",
+        stop_below: float = 0.0,
+        suffix: int = 0,
+    ) -> None:
+        c = self.config = network.config
+        if candidates < 1:
+            raise ValueError(f"candidates: found {candidates}, allowed: 1 or more")
+        if confidence not in ("off", "weight", "match", "stop"):
+            raise ValueError(f"confidence: found {confidence!r}, allowed: off, weight, match, stop")
+        if confidence != "off" and network.confidence is None:
+            raise ValueError(f"confidence: found {confidence!r}, allowed: off ({name} has no confidence head)")
+        self.network, self.name = network, name
+        self.vocab_size: int = c.vocab_size
+        self.max_depth = c.num_drafts
+        self.lookahead = c.block_size
+        self.taps = c.taps
+        self.candidates = min(candidates, c.draft_vocab_size)
+        self.grow, self.confidence, self.stop_below, self.suffix = grow, confidence, stop_below, suffix
+        # Positions go where the target's go: past its own trained range a drafter gets worse, never wrong.
+        self.max_positions = target.max_model_len
+        self._cos_sin = cos_sin_table(c, self.max_positions, target.device)
+        self.cache: KVCache | None = None
+
+    def allocate(self, pages: int, page_size: int, device: torch.device) -> None:
+        c, weight = self.config, self.network.fc
+        if weight.device != device:
+            raise ValueError(f"device: {self.name} is on {weight.device}, expected the target's, {device}")
+        self.cache = KVCache.allocate(
+            c.num_hidden_layers, pages, page_size, c.num_key_value_heads, c.head_dim, weight.dtype, device
+        )
+
+    @torch.inference_mode()
+    def prefill(self, batch: PassBatch, features: Tensor) -> None:
+        self._remember(batch, features)
+
+    @torch.inference_mode()
+    def observe(self, state: BatchState, features: Tensor, kept: Tensor) -> None:
+        r, width = features.shape[:2]
+        context = state.context_lens
+        local = torch.arange(width, device=kept.device)
+        logical = (context[:, None] + local).clamp(max=state.page_table.shape[1] * self.cache.page_size - 1)
+        slots = slots_of(state.page_table, logical, self.cache.page_size)
+        slots = torch.where(local < kept[:, None], slots, SCRATCH_PAGE * self.cache.page_size)
+        batch = self._batch(state, state.tokens[:, :1].expand(-1, width), logical, slots, context)
+        self._remember(batch, features.flatten(0, 1))
+
+    def _remember(self, batch: PassBatch, features: Tensor) -> None:
+        """Write the context entries of N tokens from their tapped features [N, taps * H]."""
+        network, cache = self.network, self.cache
+        batch = replace(batch, positions=batch.positions.clamp(max=self.max_positions - 1), plan=None)
+        fused = network.fuse(features)
+        for i, layer in enumerate(network.layers):
+            k, v = layer.context(fused)
+            norm = layer.k_norm
+            # Only the write matters: the keys stand in for queries.
+            ops.append_kv(k, k, v, cache.k[i], cache.v[i], batch, self._cos_sin, norm, norm, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def propose(self, state: BatchState, spec: TreeSpec, sample: bool) -> DraftTree:
+        roots = state.roots
+        if not spec.num_drafts:
+            return DraftTree.from_spec(spec, roots[:, None])
+        first = self.config.first_slot
+        hidden = self._block(state, roots)[:, first : first + spec.depth]
+        if sample:
+            return self._sampled(hidden, state, spec).limit(state.max_drafts)
+        children = self._children(hidden, state, spec)
+        if not self.grow and not spec.is_chain:
+            return self._ranked(children, state, spec).limit(state.max_drafts)
+        repeats = None
+        if self.suffix and not spec.is_chain:
+            repeats = continuations(state, spec.depth, self.suffix, longest=8)
+        return grow(
+            roots, children, spec.depth, spec.num_nodes, state.max_drafts,
+            chain=spec.is_chain, confidence=self.confidence, stop_below=self.stop_below, repeats=repeats,
+        )  # fmt: skip
+
+    # -------------------------------------------------------------------------------------------- the block pass
+
+    def _block(self, state: BatchState, roots: Tensor) -> Tensor:
+        """Hidden states [R, block_size, d] after the final norm: every slot sees the context and the whole block."""
+        c, cache = self.config, self.cache
+        slots = c.block_size
+        context = state.context_lens
+        local = torch.arange(slots, device=roots.device)
+        logical = context[:, None] + local
+        limit = state.page_table.shape[1] * cache.page_size
+        where = slots_of(state.page_table, logical.clamp(max=limit - 1), cache.page_size)
+        ids = roots[:, None].expand(-1, slots)
+        batch = self._batch(state, ids, logical.clamp(max=self.max_positions - 1), where, context)
+        plans = {w: ops.plan_attention(batch, cache.page_size, mask="full", window=w) for w in set(c.windows) or {0}}
+
+        def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer, window = self.network.layers[i], c.windows[i] if c.windows else 0
+            pages = cache.k[i], cache.v[i]
+            q = ops.append_kv(q, k, v, *pages, batch, self._cos_sin, layer.q_norm, layer.k_norm, c.rms_norm_eps)
+            planned = replace(batch, plan=plans[window])
+            return ops.paged_tree_attention(q, *pages, planned, scale=c.head_dim**-0.5, mask="full", window=window)
+
+        return self.network.block(roots, attend)
+
+    def _batch(self, state: BatchState, ids: Tensor, positions: Tensor, slots: Tensor, context: Tensor) -> PassBatch:
+        r, width = ids.shape
+        return PassBatch(
+            token_ids=ids.reshape(-1),
+            positions=positions.reshape(-1),
+            request_offsets=torch.arange(r + 1, device=ids.device, dtype=torch.int32) * width,
+            context_lens=context.to(torch.int32),
+            page_table=state.page_table,
+            slot_mapping=slots.reshape(-1),
+            ancestor_masks=None,
+            max_query_len=width,
+            max_kv_len=state.max_seq_len - 1 + width,
+        )
+
+    # -------------------------------------------------------------------------------------------- heads
+
+    def _head(self, hidden: Tensor, tokens: Tensor, carry: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The sequential heads at one slot. hidden [R, d], tokens [R, W] -> (z [R, W, r], confidence [R, W] float32,
+        carry [R, W, r]), each None where there is none."""
+        network, (r, w) = self.network, tokens.shape
+        each = hidden[:, None].expand(-1, w, -1).flatten(0, 1)
+        e = z = sure = None
+        if network.markov is not None:
+            e = network.markov.embed(tokens.flatten())
+            z, carry = network.markov(e, each, None if carry is None else carry.flatten(0, 1))
+            z = z.view(r, w, -1)
+            carry = None if carry is None else carry.view(r, w, -1)
+        if network.confidence is not None:
+            sure = network.confidence(each, e).sigmoid().view(r, w)
+        return z, sure, carry
+
+    def _children(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> Children:
+        """Candidates of each level (see `tree_growth.Children`), from hidden [R, depth, d]."""
+        network, (r, depth, d) = self.network, hidden.shape
+        count = max(self.candidates, max(spec.ranks) + 1)
+        if spec.is_chain and network.markov is None:
+            count = 1
+        base = network.logits(hidden.reshape(-1, d)).view(r, depth, -1)
+        best, ids = base.topk(min(count, base.shape[2]), dim=-1)
+        targets = network.to_target(ids)
+        rows = None
+        if network.markov is not None:
+            rows = ops.embedding(ids.flatten(), network.markov.w2).view(*ids.shape, -1).float()
+        temperature = torch.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+
+        def children(k: int, tokens: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+            z, sure, carry = self._head(hidden[:, k], tokens, carry)
+            logits = best[:, k, None].expand(-1, tokens.shape[1], -1)
+            if z is not None:
+                logits = logits + z.float() @ rows[:, k].transpose(1, 2)
+            return targets[:, k], logits / temperature, sure, carry
+
+        return children
+
+    def _ranked(self, children: Children, state: BatchState, spec: TreeSpec) -> DraftTree:
+        """The TreeSpec's topology: child number i is the parent's i-th best candidate."""
+        placed = state.roots[:, None].repeat(1, spec.num_nodes)
+        carries: Tensor | None = None
+        sure = torch.ones(placed.shape, device=placed.device)
+        for k, (first, last, below) in enumerate(levels(spec)):
+            ids, logits, _, carry = children(k, placed[:, first:last], carries)
+            best, rank = logits.softmax(-1).topk(max(spec.ranks[c] for c in below) + 1, dim=-1)
+            for child in below:
+                at = spec.parents[child] - first
+                placed[:, child] = ids.gather(1, rank[:, at, spec.ranks[child], None]).squeeze(1)
+                sure[:, child] = best[:, at, spec.ranks[child]]
+            if carry is not None:
+                carries = torch.stack([carry[:, spec.parents[child] - first] for child in below], 1)
+        return DraftTree.from_spec(spec, placed, confidence=sure)
+
+    def _sampled(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> DraftTree:
+        """The TreeSpec's topology, children drawn without replacement from the whole vocabulary."""
+        network, (r, depth, d) = self.network, hidden.shape
+        base = network.logits(hidden.reshape(-1, d)).view(r, depth, -1)
+        placed = state.roots[:, None].repeat(1, spec.num_nodes)
+        probs = torch.zeros(r, spec.num_nodes, self.vocab_size, device=placed.device)
+        sure, carries = None, None
+        if network.confidence is not None:
+            sure = torch.ones(placed.shape, device=placed.device)
+        for k, (first, last, below) in enumerate(levels(spec)):
+            z, c, carry = self._head(hidden[:, k], placed[:, first:last], carries)
+            logits = base[:, k, None].expand(-1, last - first, -1)
+            if z is not None:
+                logits = logits + ops.logits(z.flatten(0, 1), network.markov.w2).view_as(logits)
+            ids, probs[:, first:last] = draw(network.spread(logits), state, first, max(spec.ranks[x] for x in below) + 1)
+            for child in below:
+                placed[:, child] = ids[:, spec.parents[child] - first, spec.ranks[child]]
+                if sure is not None:
+                    sure[:, child] = c[:, spec.parents[child] - first]
+            if carry is not None:
+                carries = torch.stack([carry[:, spec.parents[child] - first] for child in below], 1)
+        return DraftTree.from_spec(spec, placed, probs=probs, confidence=sure)

@@ -1,0 +1,59 @@
+"""The sequential (Markov) head and the confidence head of DSpark (fact sheet §1.3, §1.4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from verify_kernels import ops
+
+
+class MarkovHead(nn.Module):
+    """Adds to a slot's logits what the token before it says: logits + w2 @ z, where z is `forward`'s first result.
+
+    vanilla: z = e, the previous token's row of w1. gated: z = sigmoid(G [h; e] + b) * e. rnn: (g, c, o) = J [s; e; h] +
+    b, z = tanh(o), and the state becomes sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); it starts at 0.
+
+    w1 [V, r] over the target's vocabulary, w2 [V_draft, r], weight [r, d + r] and bias [r] (gated) or weight
+    [3 r, 2 r + d] and bias [3 r] (rnn).
+    """
+
+    def __init__(self, kind: str, w1: Tensor, w2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.kind = kind
+        self.w1, self.w2 = nn.Parameter(w1), nn.Parameter(w2)
+        self.weight = None if weight is None else nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def embed(self, previous: Tensor) -> Tensor:
+        """previous [N] int64 target ids -> e [N, r]."""
+        return ops.embedding(previous, self.w1)
+
+    def forward(self, e: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """e [N, r], hidden [N, d], state [N, r] (None at the start of a block) -> (z [N, r], the next state)."""
+        if self.kind == "vanilla":
+            return e, None
+        if self.kind == "gated":
+            gate = ops.linear(torch.cat((hidden, e), dim=-1), self.weight, self.bias)
+            return torch.sigmoid(gate) * e, None
+        state = torch.zeros_like(e) if state is None else state
+        g, c, o = ops.linear(torch.cat((state, e, hidden), dim=-1), self.weight, self.bias).chunk(3, dim=-1)
+        g = torch.sigmoid(g)
+        return torch.tanh(o), g * state + (1 - g) * torch.tanh(c)
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the probability that a slot's draft is accepted, given that those before it were.
+
+    weight [1, d] or, with the previous token's embedding, [1, d + r]; bias [1]. Reads the hidden state after the final
+    norm.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, hidden: Tensor, e: Tensor | None) -> Tensor:
+        """hidden [N, d], e [N, r] or None -> float32 [N]."""
+        x = hidden if self.weight.shape[1] == hidden.shape[1] else torch.cat((hidden, e), dim=-1)
+        return ops.linear(x, self.weight, self.bias).squeeze(-1).float()

@@ -1,0 +1,173 @@
+"""Reading a drafter checkpoint: config.json and safetensors, checked against the target it is meant for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafters.base import Drafter
+from drafters.dspark.config import DrafterConfig
+from drafters.dspark.dialects import parse
+from drafters.dspark.drafter import BlockDrafter
+from drafters.dspark.eagle3 import Eagle3Drafter
+from drafters.dspark.network import DraftNetwork, tensor_shapes
+
+_PREFIXES = (("model.", ""), ("midlayer.", "layers.0."))
+_TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_embedding")
+_IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises ValueError naming the file."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: config.json: missing")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: found {type(values).__name__}, allowed: an object")
+    return values
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the folder's *.safetensors files, under DeepSpec's names."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: found no weights, expected *.safetensors (pickled weights are never loaded)")
+    found: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for key in opened.keys():
+                    name = key
+                    for old, new in _PREFIXES:
+                        name = new + name.removeprefix(old) if name.startswith(old) else name
+                    found[name] = opened.get_tensor(key)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
+    return found
+
+
+def load_network(folder: str | Path, target: Any) -> DraftNetwork:
+    """The draft network of a checkpoint folder, on its target's device and in its dtype.
+
+    target: a `dspark_runtime` transformer, whose embedding and LM head are used where the checkpoint has none of its
+    own or the same ones. Raises ValueError, one line, that names file, key, found and expected.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    config = parse(read_config(folder), str(path), target.num_layers)
+    _check_target(config, target, path)
+    if config.layers in ("mla", "gemma4"):
+        raise ValueError(
+            f"{path}: architectures: found a {config.kind} drafter with {config.layers} layers, which are not built; "
+            "allowed: layers of the qwen3 and llama design"
+        )
+    return build(config, read_tensors(folder), target, str(folder))
+
+
+def load_drafter(folder: str | Path, target: Any, **options: Any) -> Drafter:
+    """The drafter of a checkpoint folder. options: those of `BlockDrafter`. See `load_network` for errors."""
+    network = load_network(folder, target)
+    name = f"{network.config.kind}:{Path(folder).resolve().name}"
+    if network.config.kind == "eagle3":
+        if options:
+            raise ValueError(f"{next(iter(options))}: not an option of {name}, which drafts chains")
+        return Eagle3Drafter(network, target, name)
+    return BlockDrafter(network, target, name, **options)
+
+
+def _check_target(c: DrafterConfig, target: Any, path: Path) -> None:
+    hidden = target.embed.shape[1]
+    for field, found, expected in (
+        ("vocab_size", c.vocab_size, target.vocab_size),
+        ("target_hidden_size", c.target_hidden_size, hidden),
+        ("num_target_layers", c.num_target_layers or target.num_layers, target.num_layers),
+    ):
+        if found != expected and not (field == "num_target_layers" and c.layers == "mla"):
+            raise ValueError(f"{path}: {field}: found {found}, expected {expected}, that of the target {target.name}")
+    if max(c.taps) >= target.num_layers:
+        raise ValueError(
+            f"{path}: target layers: found {list(c.taps)} (counted from 0), allowed: up to {target.num_layers - 1}, "
+            f"the last of the target {target.name}"
+        )
+
+
+def build(c: DrafterConfig, tensors: Mapping[str, Tensor], target: Any, source: str) -> DraftNetwork:
+    """A network from tensors under DeepSpec's names. source: named in errors."""
+    device, dtype = target.device, target.dtype
+
+    def take(key: str, shape: tuple[int, ...]) -> Tensor:
+        if key not in tensors:
+            raise ValueError(f"{source}: {key}: missing, expected shape {list(shape)}")
+        found = tensors[key]
+        if tuple(found.shape) != shape:
+            raise ValueError(f"{source}: {key}: found shape {list(found.shape)}, expected {list(shape)}")
+        if not found.is_floating_point():
+            raise ValueError(f"{source}: {key}: found dtype {found.dtype}, expected a floating-point type")
+        return found.to(device=device, dtype=dtype)
+
+    def table(key: str, rows: int, shared: Tensor) -> Tensor:
+        shape = (rows, c.hidden_size)
+        if key not in tensors:
+            if shared.shape != shape:
+                raise ValueError(
+                    f"{source}: {key}: missing, expected shape {list(shape)} (the target's, {list(shared.shape)}, does not fit)"
+                )
+            return shared
+        own = take(key, shape)
+        return shared if shared.shape == shape and torch.equal(own, shared) else own
+
+    shapes = tensor_shapes(c)
+    for key in tensors:
+        if key not in shapes and key not in _TABLES and not key.endswith(_IGNORED):
+            raise ValueError(f"{source}: {key}: not a tensor of a {c.kind} drafter in the {c.dialect} dialect")
+    weights = {key: take(key, shape) for key, shape in shapes.items()}
+    mask = tensors.get("mask_embedding")
+    if mask is not None:
+        mask = mask.flatten()
+        if mask.shape[0] != c.hidden_size:
+            raise ValueError(f"{source}: mask_embedding: found {mask.shape[0]} entries, expected {c.hidden_size}")
+        mask = mask.to(device=device, dtype=dtype)
+    return DraftNetwork(
+        c,
+        weights,
+        table("embed_tokens.weight", c.vocab_size, target.embed),
+        table("lm_head.weight", c.draft_vocab_size, target.lm_head),
+        _target_ids(c, tensors, source, device),
+        mask,
+    ).requires_grad_(False)
+
+
+def _target_ids(c: DrafterConfig, tensors: Mapping[str, Tensor], source: str, device: torch.device) -> Tensor | None:
+    """Target id of every draft id: d2t holds the differences, t2d marks which target ids there are."""
+    rows, vocab = c.draft_vocab_size, c.vocab_size
+    if "d2t" not in tensors:
+        if rows != vocab:
+            raise ValueError(f"{source}: d2t: missing, expected shape [{rows}] for a draft vocabulary of {rows} of {vocab}")
+        return None
+    d2t = tensors["d2t"].long()
+    if tuple(d2t.shape) != (rows,):
+        raise ValueError(f"{source}: d2t: found shape {list(d2t.shape)}, expected [{rows}]")
+    ids = torch.arange(rows) + d2t
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < rows:
+        raise ValueError(
+            f"{source}: d2t: found target ids from {int(ids.min())} to {int(ids.max())}, {len(ids.unique())} of them "
+            f"distinct, expected {rows} distinct ids below {vocab} (entries are offsets, target id - draft id)"
+        )
+    if "t2d" in tensors:
+        marked = torch.zeros(vocab, dtype=torch.bool)
+        marked[ids] = True
+        t2d = tensors["t2d"].bool()
+        if t2d.shape != marked.shape or not torch.equal(t2d, marked):
+            raise ValueError(f"{source}: t2d: found marks of {int(t2d.sum())} ids, expected the {rows} that d2t names")
+    return None if rows == vocab and torch.equal(ids, torch.arange(rows)) else ids.to(device)

@@ -1,0 +1,153 @@
+"""Growing draft trees whose shape is chosen at run time (drafters fact sheet §4.2).
+
+A node's score is the logarithm of its estimated probability of being accepted, the product of its path's. The best tree
+of n nodes for the sum of these probabilities is the n best nodes: scores never rise along a path, so no node comes
+without its parent. Level by level, only the n best of a level can belong to it; that is exact, and needs a few batched
+operations per level instead of a heap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from drafters.suffix import Continuations
+from drafters.tree import DraftTree
+
+Children = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+"""children(depth, tokens [R, W], carry [R, W, s] or None) -> (candidate ids [R, M], their logits under each parent
+[R, W, M] float32, confidence of each parent's draft [R, W] float32 or None, carry [R, W, s] or None). depth counts from
+0, the root's; carry is what a recurrent head knows of the path."""
+
+Confidence = Literal["off", "weight", "match", "stop"]
+
+SUFFIX_RATES = (0.0, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9, 0.93)
+"""Estimated probability that a text goes on as it did where its last 0, 1, 2, ... tokens occurred before."""
+
+
+def grow(
+    roots: Tensor,
+    children: Children,
+    depth: int,
+    num_nodes: int,
+    max_drafts: Tensor,
+    *,
+    chain: bool = False,
+    confidence: Confidence = "off",
+    stop_below: float = 0.0,
+    repeats: Continuations | None = None,
+) -> DraftTree:
+    """The best tree of at most num_nodes nodes (root included) and depth levels, or the best single path. Deterministic.
+
+    roots [R] int64; max_drafts [R] int64 limits each request's depth. The score of child x of token t at depth k is
+    q_k(x | t), the softmax over its candidates, and
+
+    - confidence "weight": times c_k(t), so that unsure levels lose nodes to sure ones;
+    - "match": with q flattened or sharpened until its largest entry is c_k(t);
+    - "stop": unchanged, but nothing is grown below a node whose own score times c_k(t) is under stop_below.
+
+    repeats: continuations of earlier occurrences become children too, in a mixture: with probability
+    SUFFIX_RATES[matched tokens] the next token is theirs, else it is drawn from q.
+    """
+    r, device = roots.shape[0], roots.device
+    tokens, scores = roots[:, None], torch.zeros(r, 1, device=device)
+    carry: Tensor | None = None
+    on = None if repeats is None else torch.ones(r, 1, repeats.matched.shape[1], dtype=torch.bool, device=device)
+    all_tokens, all_scores, all_steps = [tokens], [scores], [torch.ones_like(scores)]
+    all_parents = [torch.full_like(tokens, -1)]
+    base = 0  # number of the level's first node
+    for k in range(depth):
+        candidates, logits, sure, carry = children(k, tokens, carry)
+        q = _confident(logits, scores, sure, confidence, stop_below)
+        if repeats is not None:
+            candidates, q = _mixed(candidates, q, on, repeats, k)
+        steps = q.log()
+        below = (scores[:, :, None] + steps).masked_fill((k >= max_drafts)[:, None, None], float("-inf"))
+        options = below.shape[2]
+        keep = 1 if chain else min(num_nodes - 1, below[0].numel())
+        scores, where = below.flatten(1).topk(keep, dim=1)
+        parent = where // options
+        tokens = candidates.gather(1, where % options)
+        if carry is not None:
+            carry = carry.gather(1, parent[..., None].expand(-1, -1, carry.shape[2]))
+        if repeats is not None:
+            on = on.gather(1, parent[..., None].expand(-1, -1, on.shape[2]))
+            on = on & (repeats.tokens[:, None, :, k] == tokens[..., None])
+        all_tokens.append(tokens)
+        all_scores.append(scores)
+        all_steps.append(q.flatten(1).gather(1, where))
+        all_parents.append(base + parent)
+        base = base + (1 if k == 0 else all_tokens[-2].shape[1])
+    score, parents = torch.cat(all_scores, 1), torch.cat(all_parents, 1)
+    total = score.shape[1]
+    size = min(num_nodes, total)
+    # Stable, so that a parent comes before a child of equal score.
+    best, order = score.sort(dim=1, descending=True, stable=True)
+    chosen = torch.where(best[:, :size] > float("-inf"), order[:, :size], total).sort(dim=1).values
+    real = chosen < total
+    index = torch.zeros(r, total + 1, dtype=torch.int64, device=device)
+    index.scatter_(1, chosen, torch.arange(size, device=device).expand(r, -1))
+    chosen = chosen.clamp(max=total - 1)
+
+    def pick(x: list[Tensor]) -> Tensor:
+        return torch.cat(x, 1).gather(1, chosen)
+
+    above = parents.gather(1, chosen)
+    return DraftTree(
+        tokens=pick(all_tokens).masked_fill(~real, -1),
+        parents=index.gather(1, above.clamp(min=0)).masked_fill(~real | (above < 0), -1),
+        num_nodes=real.sum(1),
+        depth=depth,
+        is_chain=chain,
+        confidence=pick(all_steps),
+    )
+
+
+def _confident(logits: Tensor, scores: Tensor, sure: Tensor | None, mode: Confidence, stop_below: float) -> Tensor:
+    """Probabilities of the candidates [R, W, M], shaped by the parent's confidence [R, W]."""
+    if sure is None or mode == "off":
+        return logits.softmax(-1)
+    sure = sure[..., None]
+    if mode == "weight":
+        return logits.softmax(-1) * sure
+    if mode == "stop":
+        return logits.softmax(-1) * (scores.exp()[..., None] * sure >= stop_below)
+    # Largest probability as a function of a factor on the logits: monotone, so bisect (in the logarithm, 2^-6 to 2^6).
+    logits = logits - logits.amax(-1, keepdim=True)
+    low, high = torch.full_like(sure, -6.0), torch.full_like(sure, 6.0)
+    for _ in range(12):
+        middle = (low + high) / 2
+        flat = 1 / (logits * middle.exp2()).exp().sum(-1, keepdim=True) < sure
+        low, high = torch.where(flat, middle, low), torch.where(flat, high, middle)
+    return (logits * ((low + high) / 2).exp2()).softmax(-1)
+
+
+def _mixed(candidates: Tensor, q: Tensor, on: Tensor, repeats: Continuations, k: int) -> tuple[Tensor, Tensor]:
+    """Candidates [R, M + C] and probabilities [R, W, M + C] with the continuations' next tokens mixed in.
+
+    on [R, W, C]: the node's path is the continuation's beginning. Better continuations come first and take their share
+    of what is left.
+    """
+    following = repeats.tokens[:, :, k]  # [R, C]
+    live = on & (following >= 0)[:, None]
+    same = (following[:, :, None] == following[:, None, :]).tril(-1)  # [R, C, C]: an earlier one says the same
+    live = live & ~(live.float() @ same.float().transpose(1, 2) > 0)
+    rates = _rates(repeats.matched + k) * (repeats.matched > 0)
+    weight = live * rates[:, None]
+    left = torch.cat((torch.ones_like(weight[..., :1]), (1 - weight).cumprod(-1)), dim=-1)
+    share = weight * left[..., :-1]
+    hit = following[:, :, None] == candidates[:, None, :]  # [R, C, M]
+    q = q * left[..., -1:] + share @ hit.float()
+    extra = share.masked_fill(hit.any(-1)[:, None], 0.0)
+    return torch.cat((candidates, following.clamp(min=0)), 1), torch.cat((q, extra), -1)
+
+
+def _rates(matched: Tensor) -> Tensor:
+    """SUFFIX_RATES of [R, C] lengths, as arithmetic on the device: no table is copied there."""
+    rate = torch.zeros_like(matched, dtype=torch.float32)
+    for length, (before, value) in enumerate(zip(SUFFIX_RATES, SUFFIX_RATES[1:]), start=1):
+        rate = rate + (matched >= length) * (value - before)
+    return rate
