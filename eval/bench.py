@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dspark_runtime.errors import ConfigError, DsparkError
+from dspark_runtime.errors import CheckpointError, ConfigError, DsparkError
 from eval.prompts import PromptSet, encode, load_prompts, random_ids
 from eval.schema import REAL, BenchConfig, BenchRow, Environment, Run, Spread, StepMs
 
@@ -141,13 +141,21 @@ def plan(config: BenchConfig) -> list[Point]:
 
 
 def make_drafter(name: str, target: Target, config: BenchConfig) -> object | None:
-    """none, ngram, draft:NAME (any target as draft model), draft:self (the target as its own draft model)."""
+    """none, ngram, draft:NAME (any target as draft model), draft:self (the target as its own draft model), or the folder
+    of a DSpark, DFlash or EAGLE-3 checkpoint."""
     if name == "none":
         return None
     if name == "ngram":
         from drafters.ngram import NgramDrafter
 
         return NgramDrafter()
+    if not name.startswith("draft:"):
+        from drafters.dspark.load import load_drafter
+
+        try:
+            return load_drafter(name, target.model)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
     from drafters.draft_model import DraftModel
 
     model = name.removeprefix("draft:")

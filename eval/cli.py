@@ -30,7 +30,7 @@ Target = Annotated[
     Optional[str],
     typer.Option(help="smollm2 (fetched once), a folder or hub id, a .gguf file, or an architecture YAML."),
 ]
-Drafter = Annotated[Optional[str], typer.Option(help="ngram, none, draft:NAME (any target), draft:self.")]
+Drafter = Annotated[Optional[str], typer.Option(help="ngram, none, draft:NAME (a target), draft:self, or a folder.")]
 K = Annotated[Optional[str], typer.Option("-k", "--num-speculative-tokens", help="Drafts in a row: 0-7 or 0,3,7.")]
 Tree = Annotated[Optional[str], typer.Option(help="Names of configs/trees, or YAML files, separated by commas.")]
 Device = Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1.")]

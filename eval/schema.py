@@ -103,8 +103,9 @@ class BenchConfig(Strict):
     @field_validator("drafter")
     @classmethod
     def _drafter(cls, value: str) -> str:
-        if value not in ("none", "ngram") and not (value.startswith("draft:") and len(value) > 6):
-            raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self")
+        named = value in ("none", "ngram") or (value.startswith("draft:") and len(value) > 6)
+        if not named and not Path(value).is_dir():
+            raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self, or a drafter's folder")
         return value
 
     @field_validator("num_speculative_tokens")
