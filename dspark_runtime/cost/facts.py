@@ -439,7 +439,8 @@ class Datasheet(Strict):
 class Hardware(Sourced):
     """A machine. `gpu` is (part of) the name its driver reports; read_bandwidth_gbps and matmul_tflops are measured
     ceilings, where there are any. interval: [low, high] of datasheet fields whose sources disagree. kernels: the table
-    of configs/kernels that calibrates it, its own or `borrowed` from a relative (then with a wide interval)."""
+    of configs/kernels that calibrates it, its own or `borrowed` from a relative (then with a wide interval); effective_bandwidth: for a machine without one,
+    the share of the datasheet's bandwidth that its makers reach."""
 
     gpu: str
     title: str
@@ -449,6 +450,7 @@ class Hardware(Sourced):
     interval: dict[str, tuple[float, float]] = {}
     kernels: str | None = None
     borrowed: bool = False
+    effective_bandwidth: float | None = Field(default=None, gt=0, le=1)
     notes: str = ""
 
     free = ("sources", "gpu", "title", "notes", "kernels", "borrowed")
