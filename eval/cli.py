@@ -290,8 +290,43 @@ def doctor() -> None:
 
 
 @app.command()
+def reproduce(
+    context_of_call: typer.Context,
+    name: Annotated[Optional[str], typer.Argument(help="An entry of configs/reported, or entry/point, or a YAML file.")] = None,
+    al: Annotated[Optional[float], typer.Option("--al", help="What if: this acceptance length.")] = None,
+    gpus: Annotated[Optional[int], typer.Option(help="What if: this many GPUs, tensor parallel.")] = None,
+    hardware: Annotated[Optional[str], typer.Option(help="What if: another machine of configs/hardware.")] = None,
+    tokens: Annotated[Optional[int], typer.Option(help="What if: verify this many tokens a request and step.")] = None,
+    tree: Annotated[Optional[str], typer.Option(help="What if: verify a tree of configs/trees.")] = None,
+    num_requests: Annotated[Optional[int], typer.Option("-b", "--num-requests", help="What if: requests at once.")] = None,
+    run: Annotated[bool, typer.Option("--run", help="Also measure the nearest shape that fits this machine.")] = False,
+    output: Annotated[str, typer.Option("-o", "--output", help="md or json on stdout.")] = "md",
+    plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Draw the entry: .svg or .png.")] = None,
+    report_file: Annotated[Optional[Path], typer.Option("--report", help="Everything as one HTML page.")] = None,
+) -> None:
+    """Reported tokens/s against floor, measured kernels and what was fitted. Needs no torch (but for --run)."""
+    from eval import reproduce as room
+
+    what = room.WhatIf(al=al, gpus=gpus, hardware=hardware, tokens=tokens, tree=tree, requests=num_requests)
+    room.check_options(name, what, run, output, plot_file, report_file)
+    if output == "json":
+        sys.stdout.write(room.as_json(name, what))
+    else:
+        sys.stdout.write(room.one_text(name, what) if name else room.all_text())
+    if plot_file is not None or report_file is not None:
+        from eval import reproduce_page
+
+        if plot_file is not None:
+            reproduce_page.plot(room.changed(room.find_row(name), what), plot_file)
+        if report_file is not None:
+            report_file.write_text(reproduce_page.page())
+    if run:
+        sys.stdout.write(room.measured(room.changed(room.find_row(name), what), context_of_call.obj))
+
+
+@app.command()
 def config(file: Path) -> None:
-    """Check a YAML file: a bench recipe, a model architecture or a tree. Needs no torch."""
+    """Check a YAML file: a bench recipe, an architecture, a machine, a reported result or a tree. Needs no torch."""
     from eval.recipes import check_file
 
     print(check_file(file))

@@ -339,7 +339,17 @@ class _Builder:
 
     def head(self, a: Architecture, group: str) -> None:
         self.gemm("head", group, 1, a.vocab_size, a.hidden_size, self.p.tp)
-        self.elementwise("sampling", group, 1, 6)
+        self.sampling("sampling", group, 1, 6, a.vocab_size)
+
+    def sampling(self, name: str, group: str, count: int, passes: int, vocab: int) -> None:
+        """Passes over float32 logits of the rows and vocabulary of a rank."""
+        us = ZERO
+        size = self.rows * vocab / self.p.tp * 4.0
+        if self.kernels:
+            base = Interval(*self.kernels.elementwise_us)
+            wire = size * self.scale / (self.kernels.reference_bandwidth_gbps * 1e3)
+            us = self.widened((base + Interval.exact(wire)) * passes)
+        self.add(name, group, count, 0.0, 0.0, us, launches=passes)
 
 
 def _relabel(operations: list[Operation], prefix: str, group: str | None) -> list[Operation]:
@@ -398,7 +408,7 @@ def step_time(
         if d.markov_rank:
             one = _Builder(machine, kernels, parallelism, replace(load, tokens=1), routing)
             one.gemm("markov head", "draft", drafts, drafter.vocab_size, d.markov_rank, parallelism.tp)
-            one.elementwise("markov sampling", "draft", drafts, 3)
+            one.sampling("markov sampling", "draft", drafts, 3, drafter.vocab_size)
             one.all_reduce("markov gather", drafts, 8)
             draft.operations += one.operations
         draft.elementwise("acceptance", "draft", 1, 4)
