@@ -13,7 +13,7 @@ from torch import Tensor
 from dspark_runtime.models.config import ModelConfig
 from dspark_runtime.models.transformer import Transformer, tensor_shapes
 
-V, H, LAYERS, TAPS = 48, 16, 6, [0, 2, 4]
+V, H, LAYERS, TAPS = 48, 16, 8, [0, 2, 4]
 DIMS = dict(
     vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, max_position_embeddings=256, rope_theta=100.0,
