@@ -40,10 +40,11 @@ class Row:
     step: StepTime
     constant: float | None = None
     alone: bool = True
+    supposed: bool = False  # something was changed: nobody reported this
 
     @property
     def reported_ms(self) -> float | None:
-        return self.point.step_ms
+        return None if self.supposed else self.point.step_ms
 
     @property
     def fitted_ms(self) -> float | None:
@@ -413,7 +414,7 @@ def find_row(name: str) -> Row:
 
 
 def changed(row: Row, what: WhatIf) -> Row:
-    """The row with other circumstances and the constant of its software."""
+    """The row in other circumstances, with the constant of its software. Raises ConfigError for impossible ones."""
     entry, point = row.entry, row.point
     if what.tree and what.tokens:
         raise ConfigError("tree: found together with tokens, allowed: one of them")
@@ -435,7 +436,7 @@ def changed(row: Row, what: WhatIf) -> Row:
         load_hardware(what.hardware)
         entry = entry.model_copy(update={"hardware": what.hardware})
     point = point.model_copy(update=update)
-    return replace(row, entry=entry, point=point, step=predict(entry, point))
+    return replace(row, entry=entry, point=point, step=predict(entry, point), supposed=row.supposed or bool(what.changes))
 
 
 def capacity_note(row: Row) -> str:
@@ -546,11 +547,11 @@ def as_json(name: str | None, what: WhatIf) -> str:
         {
             "result": r.name, "title": r.entry.title, "use": r.point.use, "stack": r.entry.stack, "synthetic": r.point.synthetic,
             "parallelism": str(r.entry.split(r.point)), "reported": {r.point.metric: r.point.value}, "what_if": what.changes,
-            "reported_step_ms": None if what.changes else r.reported_ms, "floor_ms": vars(r.step.floor),
+            "reported_step_ms": r.reported_ms, "floor_ms": vars(r.step.floor),
             "achievable_ms": vars(r.step.achievable), "constant": r.constant, "fitted_ms": r.fitted_ms,
-            "error": None if what.changes else r.error, "floor_share": None if what.changes else r.share,
+            "error": r.error, "floor_share": r.share,
             "unique_experts_per_layer": r.step.unique_experts, "groups_ms": {k: v.mid for k, v in r.step.groups().items()},
-            "verdict": None if what.changes else verdict(r),
+            "verdict": None if r.supposed else verdict(r),
         }
         for r in rows
     ]  # fmt: skip
@@ -590,8 +591,8 @@ def measured(row: Row, command: str) -> str:
     target = row.entry.model if runnable and cuda else "qwen3-8b" if cuda else "tiny"
     point = row.point
     recipe: dict[str, Any] = {
-        "target": target, "weights": "dummy", "drafter": "ngram", "context_len": min(point.context or row.entry.context, 1024),
-        "num_speculative_tokens": max(1, point.tokens - 1), "num_requests": point.requests, "max_tokens": 48, "repeats": 5,
+        "target": target, "weights": "dummy", "drafter": "ngram", "context_len": min(point.context or row.entry.context, 1024 if cuda else 128),
+        "num_speculative_tokens": max(1, point.tokens - 1), "num_requests": point.requests, "max_tokens": 32, "repeats": 5,
     }  # fmt: skip
     if point.acceptance_length > 1:
         recipe["acceptance_length"] = point.acceptance_length

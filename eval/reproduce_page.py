@@ -91,6 +91,7 @@ def over_nodes(axes: Any, row: Row) -> None:
     found = ladder(row)
     axes.plot([n for n, *_ in found], [al for *_, al in found], "o-")
     axes.set_xscale("log", base=2)
+    axes.set_xticks([n for n, *_ in found], [str(n) for n, *_ in found])
     axes.set_xlabel("verified nodes a request")
     axes.set_ylabel("AL to beat plain decoding")
     axes.grid(alpha=0.3)
@@ -99,10 +100,10 @@ def over_nodes(axes: Any, row: Row) -> None:
 def figure_of(row: Row) -> Any:
     plt = pyplot()
     figure = plt.figure(figsize=(11, 7), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.6))
+    grid = figure.add_gridspec(2, 2, height_ratios=(0.35, 1.6))
     bar = figure.add_subplot(grid[0, :])
     stacked(bar, [row])
-    bar.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    bar.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.9), frameon=False)
     stamp = "SYNTHETIC acceptance · " if row.point.synthetic else ""
     bar.set_title(f"{stamp}{row.entry.title}", fontsize=10)
     over_al(figure.add_subplot(grid[1, 0]), row)
