@@ -89,6 +89,7 @@ class Reported(Sourced):
     context: int = Field(ge=1)
     prompt: int | None = Field(default=None, ge=1)
     output: int | None = Field(default=None, ge=1)
+    at_least: bool = False  # reported as "more than"
     points: tuple[Point, ...] = Field(min_length=1)
     not_stated: tuple[str, ...]
 
@@ -140,7 +141,6 @@ class Reported(Sourced):
         return Routing("recorded", recorded=(float(moe.num_experts_per_tok),)) if point.collapsed and moe else Routing()
 
 
-@lru_cache(maxsize=None)
 def load_reported(name: str) -> Reported:
     """An entry of configs/reported, or a YAML file. Raises ConfigError naming file and field; its references are checked."""
     path = find("reported", name)
@@ -153,7 +153,9 @@ def load_reported(name: str) -> Reported:
     return entry
 
 
+@lru_cache(maxsize=1)
 def all_reported() -> dict[str, Reported]:
+    """The entries of configs/reported, in order of their names."""
     return {name: load_reported(name) for name in names("reported")}
 
 

@@ -166,13 +166,15 @@ def explanations(row: Row) -> list[tuple[str, str]]:
         out.append((f"{name} with the measured expert kernels", f"{experts:.2f} ms of experts ({1e3 * experts / moe.layers:.0f} us a layer); {verdict}"))
     experts, rest = parts(tp, Routing())
     left = row.reported_ms - rest * before
+    alone = f"the rest alone takes {rest * before:.2f} ms at the constant of {entry.before}"
     size = moe.expert_params(model.hidden_size) * BYTES[model.weights.experts]
     floor = 1e6 * Routing().unique(moe.num_experts, moe.num_experts_per_tok, load.requests, load.total) * size
     floor /= tp.gpus * machine.bandwidth()[1]
     out.append((
         "faster expert kernels, all the rest as before",
-        f"the rest alone takes {rest * before:.2f} ms at the constant of {entry.before}, so experts would have {left:.2f} ms "
-        + (f"({1e3 * left / moe.layers:.0f} us a layer; measured {1e3 * experts / moe.layers:.0f}, HBM floor {floor:.0f})" if left > 0 else "left: not enough alone")
+        f"{alone}, so experts would have {left:.2f} ms ({1e3 * left / moe.layers:.0f} us a layer; measured "
+        f"{1e3 * experts / moe.layers:.0f}, HBM floor {floor:.0f})" if left > 0
+        else f"{alone}, more than the whole step: not enough alone, even at the experts' HBM floor of {floor:.0f} us a layer (measured {1e3 * experts / moe.layers:.0f})",
     ))  # fmt: skip
     if load.tokens > 1:
         least, _ = parts(tp, Routing(overlap=1.0))
@@ -222,10 +224,8 @@ def verdict(row: Row) -> str:
         )
     else:
         al = f" at AL {p.acceptance_length:g}" if p.acceptance_length > 1 else ""
-        text.append(
-            f"{p.value:g} {UNITS[p.metric]}{al} is a step of {row.reported_ms:.2f} ms; the floor is {step.floor.mid:.2f} ms "
-            f"({row.share:.0%} reached)."
-        )
+        implied = "" if p.metric == "step_ms" else f" is a step of {'at most ' if e.at_least else ''}{row.reported_ms:.2f} ms"
+        text.append(f"{p.value:g} {UNITS[p.metric]}{al}{implied}; the floor is {step.floor.mid:.2f} ms ({row.share:.0%} reached).")
         top = ", ".join(f"{name} {share:.0%}" for name, share in dominating(step))
         a = step.achievable
         text.append(f"Kernel by kernel: {a.mid:.2f} ms [{a.low:.2f} to {a.high:.2f}], of which {top}.")
@@ -243,7 +243,8 @@ def verdict(row: Row) -> str:
     if e.parallelism is None:
         text.append(f"Parallelism unknown; {e.split(p)} assumed.")
     if step.notes:
-        text.append("; ".join(step.notes).capitalize() + ".")
+        notes = "; ".join(step.notes)
+        text.append(notes[0].upper() + notes[1:] + ".")
     if e.not_stated:
         text.append("Not stated: " + "; ".join(e.not_stated) + ".")
     weak = e.fields_of("unresolved", "inferred")
@@ -357,6 +358,8 @@ def own_measurements(folder: Path = RESULTS / "h200") -> list[Own]:
             achievable, note = step.achievable, "kernels of this project"
             if reference:
                 achievable, note = _with_torch(step, kernels), "torch reference operations"
+                if load.requests > 1:
+                    note += "; their attention was timed at other shapes only"
             if str(row["drafter"]).startswith("draft:") and row["num_speculative_tokens"]:
                 draft = load_architecture(row["drafter"].partition(":")[2])
                 one = step_time(draft, machine, Parallelism(), replace(load, tokens=1))
@@ -403,7 +406,7 @@ class WhatIf:
 def find_row(name: str) -> Row:
     """A point by "entry" (its last, most telling point) or "entry/point"; an entry may be a YAML file of its own."""
     file, wanted = entry_name(name)
-    entry = load_reported(file)
+    entry = all_reported().get(file) or load_reported(file)
     rows = evaluate({file: entry})
     if wanted is None:
         return max(rows, key=lambda r: (r.reported_ms is not None, r.point.acceptance_length, r.point.requests == 1))
@@ -468,9 +471,10 @@ def carried(row: Row) -> list[tuple[str, float, float | None, str]]:
     out = []
     for name in names("hardware"):
         moved = changed(row, WhatIf(hardware=name))
-        remark = capacity_note(moved) or "; ".join(moved.step.notes)
+        remark = " ".join(filter(None, (capacity_note(moved), "; ".join(moved.step.notes))))
         low = speed(row.point, moved.step.floor.mid)
         same = moved.step.achievable.mid and (moved.entry.machine.kernels is None) == (row.entry.machine.kernels is None)
+        same = same and "no measured collective" not in remark
         high = speed(row.point, max(moved.step.floor.mid, (row.constant or 1.0) * moved.step.achievable.mid)) if same else None
         out.append((name, low, high, remark))
     return out

@@ -122,8 +122,8 @@ def plot(row: Row, path: Path) -> None:
         pyplot().close(figure)
 
 
-def svg(figure: Any, label: str) -> str:
-    """A figure as inline SVG that scales with the page."""
+def svg(figure: Any, label: str, kind: str = "") -> str:
+    """A figure as inline SVG that scales with the page; kind "big" scrolls on a narrow one instead."""
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     pyplot().close(figure)
@@ -131,7 +131,7 @@ def svg(figure: Any, label: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?)width="[^"]*"', r"<svg \1\2", text, count=1)
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
-    return f'<figure role="img" aria-label="{html.escape(label)}">{text}<figcaption>{html.escape(label)}</figcaption></figure>'
+    return f'<figure class="{kind}" role="img" aria-label="{html.escape(label)}">{text}<figcaption>{html.escape(label)}</figcaption></figure>'
 
 
 def held_figure(rows: list[Row]) -> Any:
@@ -164,10 +164,11 @@ def held_figure(rows: list[Row]) -> Any:
 
 
 STYLE = """
-:root{color-scheme:light}body{font:15px/1.5 system-ui,sans-serif;max-width:1180px;margin:0 auto;padding:1rem;color:#1a1a1a;background:#fff}
+:root{color-scheme:light}body{font:15px/1.5 system-ui,sans-serif;max-width:1240px;margin:0 auto;padding:1rem;color:#1a1a1a;background:#fff}
 h1{font-size:1.5rem;margin:.4rem 0}h2{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid #ddd}h3{font-size:1rem;margin:1.2rem 0 .2rem}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:12.5px;white-space:nowrap}td,th{padding:.18rem .5rem;text-align:right;border-bottom:1px solid #eee}
-td:first-child,th:first-child{text-align:left;position:sticky;left:0;background:#fff}th{border-bottom:2px solid #888}tr.held td{background:#eef6ff}tr.shown td{color:#777}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:11.5px;white-space:nowrap}td,th{padding:.18rem .35rem;text-align:right;border-bottom:1px solid #eee}
+td:first-child,th:first-child{text-align:left;background:#fff}@media(min-width:700px){td:first-child,th:first-child{position:sticky;left:0}}
+.text table{white-space:normal;font-size:13.5px}.text td,.text th{text-align:left;vertical-align:top}.big svg{min-width:680px}.big{overflow-x:auto}th{border-bottom:2px solid #888}tr.held td{background:#eef6ff}tr.shown td{color:#777}
 figure{margin:1rem 0}figure svg{max-width:100%;height:auto;display:block}figcaption{font-size:12.5px;color:#555}.pair{display:flex;flex-wrap:wrap;gap:1rem}.pair>figure{flex:1 1 440px;min-width:0}
 ul{padding-left:1.2rem}li{margin:.2rem 0}.status{color:#666;font-size:12.5px}p{max-width:80ch}.stamp{background:#fff3cd;padding:.4rem .6rem}
 """
@@ -202,7 +203,7 @@ def page() -> str:
         "<h2>What the layers mean</h2><ul>", *(f"<li>{html.escape(line)}</li>" for line in LAYERS), "</ul>",
         "<h2>All reported results</h2><p>Blue rows were held out of every fit; grey rows give no step to fit. A question mark: parallelism not stated.</p>",
         cells(HEADER, table_rows(rows), [r.point.use for r in rows]),
-        svg(figure, "Steps kernel by kernel, with the floor, the fitted and the reported time of each."),
+        svg(figure, "Steps kernel by kernel, with the floor, the fitted and the reported time of each.", "big"),
         '<div class="pair">',
         svg(held_figure(rows), "Kimi K3: fitted against reported steps. Filled points were held out; the band is 15 %."),
     ]  # fmt: skip
@@ -210,7 +211,7 @@ def page() -> str:
     one, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
     over_al(axes, claim)
     parts += [svg(one, f"{claim.entry.title}: tokens/s/user by AL and requests, at the constant of its software (SYNTHETIC AL)."), "</div>"]
-    parts += ["<h2>What could explain 840 tokens/s</h2>", cells(("cause", "what follows"), [(a, b) for a, b in explanations(claim)]).replace("<table>", '<table style="white-space:normal">')]
+    parts += ["<h2>What could explain 840 tokens/s</h2>", '<div class="text">', cells(("cause", "what follows"), explanations(claim)), "</div>"]
     own = own_measurements()
     if own:
         parts += ["<h2>Steps measured by this project on one H200, against kernels alone</h2>"]
