@@ -292,13 +292,17 @@ def doctor() -> None:
 @app.command()
 def reproduce(
     context_of_call: typer.Context,
-    name: Annotated[Optional[str], typer.Argument(help="An entry of configs/reported, or entry/point, or a YAML file.")] = None,
+    name: Annotated[
+        Optional[str], typer.Argument(help="An entry of configs/reported, or entry/point, or a YAML file.")
+    ] = None,
     al: Annotated[Optional[float], typer.Option("--al", help="What if: this acceptance length.")] = None,
     gpus: Annotated[Optional[int], typer.Option(help="What if: this many GPUs, tensor parallel.")] = None,
     hardware: Annotated[Optional[str], typer.Option(help="What if: another machine of configs/hardware.")] = None,
     tokens: Annotated[Optional[int], typer.Option(help="What if: verify this many tokens a request and step.")] = None,
     tree: Annotated[Optional[str], typer.Option(help="What if: verify a tree of configs/trees.")] = None,
-    num_requests: Annotated[Optional[int], typer.Option("-b", "--num-requests", help="What if: requests at once.")] = None,
+    num_requests: Annotated[
+        Optional[int], typer.Option("-b", "--num-requests", help="What if: requests at once.")
+    ] = None,
     run: Annotated[bool, typer.Option("--run", help="Also measure the nearest shape that fits this machine.")] = False,
     output: Annotated[str, typer.Option("-o", "--output", help="md or json on stdout.")] = "md",
     plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Draw the entry: .svg or .png.")] = None,

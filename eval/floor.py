@@ -122,10 +122,10 @@ def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
 
 
 def known_hardware(gpu: str) -> dict[str, Any] | None:
-    """The entry of configs/hardware whose `gpu` is part of the device's name."""
+    """The entry of configs/hardware whose `gpu` is part of the device's name and whose ceilings were measured."""
     for path in sorted(HARDWARE.glob("*.yaml")):
         entry = read_yaml(path)
-        if entry["gpu"] in gpu:
+        if entry["gpu"] in gpu and "read_bandwidth_gbps" in entry:
             return entry | {"file": f"configs/hardware/{path.name}"}
     return None
 

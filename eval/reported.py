@@ -9,7 +9,16 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dspark_runtime.configs import find, names, read_yaml
-from dspark_runtime.cost.facts import Architecture, Hardware, Sourced, Strict, Weights, checked, load_architecture, load_hardware
+from dspark_runtime.cost.facts import (
+    Architecture,
+    Hardware,
+    Sourced,
+    Strict,
+    Weights,
+    checked,
+    load_architecture,
+    load_hardware,
+)
 from dspark_runtime.cost.routing import Routing
 from dspark_runtime.cost.step import Load, Parallelism
 
@@ -32,11 +41,13 @@ class Against(Strict):
 
 class Point(Strict):
     """One reported number. tokens: verified a request and step (root and drafts). use: "fit" points set the constant of
-    their software, "held" points are predicted with it, "shown" ones are neither, because a step time cannot be had from
-    them. collapsed: dummy weights whose tokens all pick the same experts."""
+    their software, "held" points are predicted with it, "shown" ones are neither, because a step time cannot be had
+    from them. collapsed: dummy weights whose tokens all pick the same experts."""
 
     name: str
-    metric: Literal["output_throughput", "output_throughput_per_user", "tpot_ms", "step_ms", "total_throughput_per_gpu", "ratio"]
+    metric: Literal[
+        "output_throughput", "output_throughput_per_user", "tpot_ms", "step_ms", "total_throughput_per_gpu", "ratio"
+    ]
     value: float = Field(gt=0)
     requests: int = Field(default=1, ge=1)
     tokens: int = Field(default=1, ge=1)
@@ -52,7 +63,9 @@ class Point(Strict):
     @model_validator(mode="after")
     def _possible(self) -> Point:
         if self.acceptance_length > self.tokens:
-            raise ValueError(f"acceptance_length: found {self.acceptance_length:g}, allowed: at most tokens ({self.tokens})")
+            raise ValueError(
+                f"acceptance_length: found {self.acceptance_length:g}, allowed: at most tokens ({self.tokens})"
+            )
         if self.metric not in STEP_METRICS and self.use != "shown":
             raise ValueError(f"use: found {self.use} with metric {self.metric}, allowed: shown")
         if self.metric == "total_throughput_per_gpu" and not (self.prefill_gpus and self.decode_gpus):
@@ -72,8 +85,8 @@ class Point(Strict):
 
 
 class Reported(Sourced):
-    """A system and what was reported of it. parallelism: None where it is not stated. before: the software whose constant
-    says what the same system did earlier. weights: where they differ from the model's."""
+    """A system and what was reported of it. parallelism: None where it is not stated. before: the software whose
+    constant says what the same system did earlier. weights: where they differ from the model's."""
 
     title: str
     model: str
@@ -126,7 +139,9 @@ class Reported(Sourced):
         p = self.parallelism
         if p is None or p.tp * p.dp > gpus:
             return Parallelism(tp=gpus)
-        if p.tp * p.dp < gpus and gpus % p.tp == 0:  # a decode pool larger than one group: groups of tp, experts over all
+        if (
+            p.tp * p.dp < gpus and gpus % p.tp == 0
+        ):  # a decode pool larger than one group: groups of tp, experts over all
             return Parallelism(tp=p.tp, dp=gpus // p.tp, ep=gpus, cp=p.cp)
         return Parallelism(**p.model_dump())
 
@@ -142,7 +157,8 @@ class Reported(Sourced):
 
 
 def load_reported(name: str) -> Reported:
-    """An entry of configs/reported, or a YAML file. Raises ConfigError naming file and field; its references are checked."""
+    """An entry of configs/reported, or a YAML file. Raises ConfigError naming file and field; its references are
+    checked."""
     path = find("reported", name)
     entry = checked(Reported, read_yaml(path), str(path))
     load_architecture(entry.model), load_hardware(entry.hardware)

@@ -1,4 +1,5 @@
-"""Reported tokens/s held against the cost model: a table of all, one taken apart, the same claim elsewhere. No torch."""
+"""Reported tokens/s held against the cost model: a table of all, one taken apart, the same claim elsewhere. No
+torch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from dspark_runtime.configs import load_tree, names
-from dspark_runtime.cost.facts import BYTES, Hardware, load_architecture, load_hardware
+from dspark_runtime.cost.facts import BYTES, load_architecture, load_hardware
 from dspark_runtime.cost.kernels import ZERO, Interval, load_kernels
 from dspark_runtime.cost.routing import Routing
 from dspark_runtime.cost.step import Load, Parallelism, StepTime, prefill_ms, step_time, transfer_ms
@@ -20,12 +21,13 @@ from eval.report import RESULTS, table
 from eval.reported import Point, Reported, all_reported, entry_name, load_reported
 
 LAYERS = (
-    "floor: datasheet bandwidth and rates only, everything spread evenly and overlapped, no latency, no communication.",
+    "floor: datasheet bandwidth and rates only, everything spread evenly and overlapped, no latency, no communication; "
+    "experts as uniform routing touches them.",
     "achievable: every operation as its class was measured, one after another (configs/kernels); no report was used.",
-    "fitted: achievable x one constant of the software, the geometric mean of reported / achievable over its points marked "
-    "fit; points marked held were not used. A point alone in its software is only fitted on itself (marked =).",
-    "[low to high]: worst case, errors of all operations agreeing: spread of the kernel measurements, of borrowed kernels, "
-    "of disputed datasheet values; for fitted, the constant's own error over the held points.",
+    "fitted: achievable x one constant of the software, the geometric mean of reported / achievable over its points "
+    "marked fit; points marked held were not used. A point alone in its software is only fitted on itself (marked =).",
+    "[low to high]: worst case, errors of all operations agreeing: spread of the kernel measurements, of borrowed "
+    "kernels, of disputed datasheet values; for fitted, the constant's own error over the held points.",
 )
 
 
@@ -68,7 +70,12 @@ class Row:
 
 def predict(entry: Reported, point: Point) -> StepTime:
     return step_time(
-        entry.architecture, entry.machine, entry.split(point), entry.load(point), entry.drafts(point), entry.routing(point)
+        entry.architecture,
+        entry.machine,
+        entry.split(point),
+        entry.load(point),
+        entry.drafts(point),
+        entry.routing(point),
     )
 
 
@@ -121,8 +128,8 @@ def speed(point: Point, ms: float) -> float:
 
 
 def throughput_floor(entry: Reported, point: Point) -> float:
-    """Most total tokens/s/GPU of disaggregated serving: the slower of the prefill pool, the decode pool and the transfer
-    between them, at their floors, over all GPUs of both."""
+    """Most total tokens/s/GPU of disaggregated serving: the slower of the prefill pool, the decode pool and the
+    transfer between them, at their floors, over all GPUs of both."""
     model, machine = entry.architecture, entry.machine
     prefill = 1e3 / prefill_ms(model, machine, point.prefill_gpus, entry.prompt).mid
     step = predict(entry, point).floor.mid
@@ -134,7 +141,9 @@ def throughput_floor(entry: Reported, point: Point) -> float:
 
 def ratio_of_floors(entry: Reported, point: Point) -> float:
     """How much faster the machine's floor is than that of the machine it is held against."""
-    other = entry.model_copy(update={"hardware": entry.against.hardware, "gpus": entry.against.gpus, "parallelism": None})
+    other = entry.model_copy(
+        update={"hardware": entry.against.hardware, "gpus": entry.against.gpus, "parallelism": None}
+    )
     return predict(other, point).floor.mid / predict(entry, point).floor.mid
 
 
@@ -162,8 +171,18 @@ def explanations(row: Row) -> list[tuple[str, str]]:
     for name, p, routing in cases:
         experts, rest = parts(p, routing)
         left = row.reported_ms - experts
-        verdict = "impossible" if left <= 0 else f"leaves {left:.2f} ms for all the rest: {rest * before / left:.1f} x faster than {entry.before} ran it ({rest * before:.2f} ms)"
-        out.append((f"{name} with the measured expert kernels", f"{experts:.2f} ms of experts ({1e3 * experts / moe.layers:.0f} us a layer); {verdict}"))
+        verdict = (
+            "impossible"
+            if left <= 0
+            else f"leaves {left:.2f} ms for all the rest: {rest * before / left:.1f} x faster than {entry.before} "
+            f"ran it ({rest * before:.2f} ms)"
+        )
+        out.append(
+            (
+                f"{name} with the measured expert kernels",
+                f"{experts:.2f} ms of experts ({1e3 * experts / moe.layers:.0f} us a layer); {verdict}",
+            )
+        )
     experts, rest = parts(tp, Routing())
     left = row.reported_ms - rest * before
     alone = f"the rest alone takes {rest * before:.2f} ms at the constant of {entry.before}"
@@ -174,22 +193,24 @@ def explanations(row: Row) -> list[tuple[str, str]]:
         "faster expert kernels, all the rest as before",
         f"{alone}, so experts would have {left:.2f} ms ({1e3 * left / moe.layers:.0f} us a layer; measured "
         f"{1e3 * experts / moe.layers:.0f}, HBM floor {floor:.0f})" if left > 0
-        else f"{alone}, more than the whole step: not enough alone, even at the experts' HBM floor of {floor:.0f} us a layer (measured {1e3 * experts / moe.layers:.0f})",
+        else f"{alone}, more than the whole step: not enough alone, even at the experts' HBM floor of {floor:.0f} us "
+        f"a layer (measured {1e3 * experts / moe.layers:.0f})",
     ))  # fmt: skip
     if load.tokens > 1:
         least, _ = parts(tp, Routing(overlap=1.0))
         out.append((
             "correlated routing, all the rest as before",
-            f"if all {load.total} tokens picked the same {moe.num_experts_per_tok} experts, {least:.2f} ms of experts at {tp}: "
-            f"{least + rest * before:.2f} ms in all, " + ("enough" if least + rest * before <= row.reported_ms else "not enough alone")
+            f"if all {load.total} tokens picked the same {moe.num_experts_per_tok} experts, {least:.2f} ms of experts "
+            f"at {tp}: {least + rest * before:.2f} ms in all, "
+            + ("enough" if least + rest * before <= row.reported_ms else "not enough alone"),
         ))  # fmt: skip
     ep = replace(tp, ep=tp.tp)
     experts, rest = parts(ep, Routing(overlap=0.5))
     needed = row.reported_ms / (experts + rest)
     out.append((
         f"all together: TP{tp.tp}·EP{tp.tp} and half of the experts shared between neighbouring tokens",
-        f"{experts:.2f} ms of experts and {rest:.2f} ms of rest as measured kernel by kernel; the whole has to run at {needed:.2f} of "
-        f"that sum, where {entry.before} ran at {before:.2f}",
+        f"{experts:.2f} ms of experts and {rest:.2f} ms of rest as measured kernel by kernel; the whole has to run at "
+        f"{needed:.2f} of that sum, where {entry.before} ran at {before:.2f}",
     ))  # fmt: skip
     return out
 
@@ -207,7 +228,9 @@ def verdict(row: Row) -> str:
     text = []
     if p.metric == "ratio":
         ratio = ratio_of_floors(e, p)
-        text.append(f"Reported {p.value:g} x {e.against.gpus} {e.against.hardware}; the floors of a step differ {ratio:.2f} x.")
+        text.append(
+            f"Reported {p.value:g} x {e.against.gpus} {e.against.hardware}; the floors of a step differ {ratio:.2f} x."
+        )
         rest = p.value / ratio
         text.append(
             f"The other {rest:.2f} x must come from software, precision or the point of comparison."
@@ -218,14 +241,19 @@ def verdict(row: Row) -> str:
         pre = prefill_ms(e.architecture, e.machine, p.prefill_gpus, e.prompt).mid
         moved = transfer_ms(e.architecture, e.machine, min(p.prefill_gpus, p.decode_gpus), e.prompt, e.kv)
         text.append(
-            f"Reported {p.value:g} total tokens/s/GPU; at the floors of {p.prefill_gpus} prefill GPUs ({pre:.1f} ms a prompt of "
-            f"{e.prompt}), {p.decode_gpus} decode GPUs ({step.floor.mid:.1f} ms a step of {p.requests}) and the transfer "
-            f"({moved:.2f} ms) at most {top:.0f}: {p.value / top:.0%} of it."
+            f"Reported {p.value:g} total tokens/s/GPU; at the floors of {p.prefill_gpus} prefill GPUs ({pre:.1f} ms a "
+            f"prompt of {e.prompt}), {p.decode_gpus} decode GPUs ({step.floor.mid:.1f} ms a step of {p.requests}) and "
+            f"the transfer ({moved:.2f} ms) at most {top:.0f}: {p.value / top:.0%} of it."
         )
     else:
         al = f" at AL {p.acceptance_length:g}" if p.acceptance_length > 1 else ""
-        implied = "" if p.metric == "step_ms" else f" is a step of {'at most ' if e.at_least else ''}{row.reported_ms:.2f} ms"
-        text.append(f"{p.value:g} {UNITS[p.metric]}{al}{implied}; the floor is {step.floor.mid:.2f} ms ({row.share:.0%} reached).")
+        implied = (
+            "" if p.metric == "step_ms" else f" is a step of {'at most ' if e.at_least else ''}{row.reported_ms:.2f} ms"
+        )
+        text.append(
+            f"{p.value:g} {UNITS[p.metric]}{al}{implied}; the floor is {step.floor.mid:.2f} ms "
+            f"({row.share:.0%} reached)."
+        )
         top = ", ".join(f"{name} {share:.0%}" for name, share in dominating(step))
         a = step.achievable
         text.append(f"Kernel by kernel: {a.mid:.2f} ms [{a.low:.2f} to {a.high:.2f}], of which {top}.")
@@ -235,7 +263,10 @@ def verdict(row: Row) -> str:
             else:
                 how = "predicted" if p.use == "held" else "not counted as a prediction"
             f = fitted_interval(row)
-            text.append(f"With the constant of {e.stack} ({row.constant:.2f}): {f.mid:.2f} ms [{f.low:.2f} to {f.high:.2f}], {row.error:+.1%}; {how}.")
+            text.append(
+                f"With the constant of {e.stack} ({row.constant:.2f}): {f.mid:.2f} ms [{f.low:.2f} to {f.high:.2f}], "
+                f"{row.error:+.1%}; {how}."
+            )
         if row.constant and row.constant < 0.95 and p.use == "fit":
             text.append(f"So the software overlaps, fuses or speeds up {1 - row.constant:.0%} of that sum.")
         for name, what in explanations(row):
@@ -279,7 +310,11 @@ def table_rows(rows: list[Row]) -> list[tuple[str, ...]]:
         e, p = r.entry, r.point
         reported = f"{p.value:g} {UNITS[p.metric]}"
         shape = f"{p.gpus or e.gpus} {e.hardware} {e.split(p)}" + ("" if e.parallelism else "?")
-        al = f"{p.acceptance_length:g}{' SYNTHETIC' if p.synthetic else ''}" if p.tokens > 1 and p.acceptance_length > 1 else ""
+        al = (
+            f"{p.acceptance_length:g}{' SYNTHETIC' if p.synthetic else ''}"
+            if p.tokens > 1 and p.acceptance_length > 1
+            else ""
+        )
         if r.reported_ms is None:
             if p.metric == "ratio":
                 limit, share = f"{ratio_of_floors(e, p):.2f} x", ""
@@ -298,7 +333,20 @@ def table_rows(rows: list[Row]) -> list[tuple[str, ...]]:
     return out
 
 
-HEADER = ("result", "machine", "b", "AL", "reported", "step ms", "floor ms", "achievable ms", "fitted ms", "error", "floor/step", "use")
+HEADER = (
+    "result",
+    "machine",
+    "b",
+    "AL",
+    "reported",
+    "step ms",
+    "floor ms",
+    "achievable ms",
+    "fitted ms",
+    "error",
+    "floor/step",
+    "use",
+)
 
 
 def summary(rows: list[Row]) -> list[str]:
@@ -310,8 +358,8 @@ def summary(rows: list[Row]) -> list[str]:
     if errors:
         inside = [r for e, r in errors if e <= 0.15]
         out.append(
-            f"Kimi K3: fitted on {len(fit)} of {len(k3)} points, {len(errors)} held; of those {len(inside)} within 15 %, median "
-            f"error {median(e for e, _ in errors):.1%}."
+            f"Kimi K3: fitted on {len(fit)} of {len(k3)} points, {len(errors)} held; of those {len(inside)} within "
+            f"15 %, median error {median(e for e, _ in errors):.1%}."
         )
         out.append("fitted: " + ", ".join(r.name + (" (alone)" if r.alone else "") for r in fit) + ".")
         out.append("held: " + ", ".join(f"{r.name} {r.error:+.1%}" for _, r in errors) + ".")
@@ -434,12 +482,16 @@ def changed(row: Row, what: WhatIf) -> Row:
         update["gpus"] = what.gpus
         old = entry.split(point)
         split = {"tp": what.gpus, "ep": what.gpus if old.ep == old.gpus and old.ep > 1 else 1}
-        entry = entry.model_copy(update={"gpus": what.gpus, "parallelism": type(entry.parallelism)(**split) if entry.parallelism else None})
+        entry = entry.model_copy(
+            update={"gpus": what.gpus, "parallelism": type(entry.parallelism)(**split) if entry.parallelism else None}
+        )
     if what.hardware:
         load_hardware(what.hardware)
         entry = entry.model_copy(update={"hardware": what.hardware})
     point = point.model_copy(update=update)
-    return replace(row, entry=entry, point=point, step=predict(entry, point), supposed=row.supposed or bool(what.changes))
+    return replace(
+        row, entry=entry, point=point, step=predict(entry, point), supposed=row.supposed or bool(what.changes)
+    )
 
 
 def capacity_note(row: Row) -> str:
@@ -473,9 +525,15 @@ def carried(row: Row) -> list[tuple[str, float, float | None, str]]:
         moved = changed(row, WhatIf(hardware=name))
         remark = " ".join(filter(None, (capacity_note(moved), "; ".join(moved.step.notes))))
         low = speed(row.point, moved.step.floor.mid)
-        same = moved.step.achievable.mid and (moved.entry.machine.kernels is None) == (row.entry.machine.kernels is None)
+        same = moved.step.achievable.mid and (moved.entry.machine.kernels is None) == (
+            row.entry.machine.kernels is None
+        )
         same = same and "no measured collective" not in remark
-        high = speed(row.point, max(moved.step.floor.mid, (row.constant or 1.0) * moved.step.achievable.mid)) if same else None
+        high = (
+            speed(row.point, max(moved.step.floor.mid, (row.constant or 1.0) * moved.step.achievable.mid))
+            if same
+            else None
+        )
         out.append((name, low, high, remark))
     return out
 
@@ -486,7 +544,8 @@ def breakdown(row: Row) -> str:
     for op, value in row.step.counted:
         size = op.bytes * op.count / 1e9
         body.append((
-            op.name, op.group, str(op.count), f"{size:.2f}", f"{op.flops * op.count / 1e12:.3f}", f"{op.collective / 1024:.0f}" if op.collective else "",
+            op.name, op.group, str(op.count), f"{size:.2f}", f"{op.flops * op.count / 1e12:.3f}",
+            f"{op.collective / 1024:.0f}" if op.collective else "",
             str(op.launches * op.count), f"{value.mid:.3f}" if value.mid else "beside", f"{value.mid / total:.0%}",
         ))  # fmt: skip
     return table(("operation", "group", "times", "GB", "TFLOP", "KiB sent", "launches", "ms", "share"), body)
@@ -514,21 +573,38 @@ def one_text(name: str, what: WhatIf) -> str:
         f"Verified tokens a request and the AL at which they pay ({base} ms):", "",
         table(
             ("nodes", "experts/layer", "step ms", "AL to beat plain decoding", "AL to match this result"),
-            [(str(n), f"{u:.1f}", f"{v:.2f}", f"{al:.2f}", f"{al_to_match(row, v):.2f}") for n, u, v, al in ladder(row)],
+            [
+                (str(n), f"{u:.1f}", f"{v:.2f}", f"{al:.2f}", f"{al_to_match(row, v):.2f}")
+                for n, u, v, al in ladder(row)
+            ],
         ), "",
         "The same claim on other machines (tokens/s/user):", "",
-        table(("machine", "at the floor", "same software", "remark"), [(n, f"{a:.0f}", "" if b is None else f"{b:.0f}", r) for n, a, b, r in carried(row)]), "",
+        table(
+            ("machine", "at the floor", "same software", "remark"),
+            [(n, f"{a:.0f}", "" if b is None else f"{b:.0f}", r) for n, a, b, r in carried(row)],
+        ), "",
     ]  # fmt: skip
-    parts += ["Sources:", *(f"- {s.source} [{s.status}: {', '.join(s.fields)}]" for s in row.entry.sources), "", *LAYERS]
+    parts += [
+        "Sources:",
+        *(f"- {s.source} [{s.status}: {', '.join(s.fields)}]" for s in row.entry.sources),
+        "",
+        *LAYERS,
+    ]
     return "\n".join(parts) + "\n"
 
 
 def all_text() -> str:
     rows = evaluate()
-    parts = ["SYNTHETIC marks acceptance lengths that were forced, not earned.", "", table(HEADER, table_rows(rows)), ""]
+    parts = [
+        "SYNTHETIC marks acceptance lengths that were forced, not earned.",
+        "",
+        table(HEADER, table_rows(rows)),
+        "",
+    ]
     parts += summary(rows) + [""]
     own = [
-        (o.name, ms(o.measured_ms), ms(o.floor_ms), f"{o.achievable.mid:.2f} [{o.achievable.low:.1f}-{o.achievable.high:.1f}]" if o.achievable else "",
+        (o.name, ms(o.measured_ms), ms(o.floor_ms),
+         f"{o.achievable.mid:.2f} [{o.achievable.low:.1f}-{o.achievable.high:.1f}]" if o.achievable else "",
          f"{o.achievable.mid / o.measured_ms - 1:+.1%}" if o.achievable else "", o.note)
         for o in own_measurements()
     ]  # fmt: skip
@@ -549,12 +625,14 @@ def as_json(name: str | None, what: WhatIf) -> str:
     rows = [changed(find_row(name), what)] if name else evaluate()
     out = [
         {
-            "result": r.name, "title": r.entry.title, "use": r.point.use, "stack": r.entry.stack, "synthetic": r.point.synthetic,
-            "parallelism": str(r.entry.split(r.point)), "reported": {r.point.metric: r.point.value}, "what_if": what.changes,
+            "result": r.name, "title": r.entry.title, "use": r.point.use, "stack": r.entry.stack,
+            "synthetic": r.point.synthetic, "parallelism": str(r.entry.split(r.point)),
+            "reported": {r.point.metric: r.point.value}, "what_if": what.changes,
             "reported_step_ms": r.reported_ms, "floor_ms": vars(r.step.floor),
             "achievable_ms": vars(r.step.achievable), "constant": r.constant, "fitted_ms": r.fitted_ms,
             "error": r.error, "floor_share": r.share,
-            "unique_experts_per_layer": r.step.unique_experts, "groups_ms": {k: v.mid for k, v in r.step.groups().items()},
+            "unique_experts_per_layer": r.step.unique_experts,
+            "groups_ms": {k: v.mid for k, v in r.step.groups().items()},
             "verdict": None if r.supposed else verdict(r),
         }
         for r in rows
@@ -583,7 +661,8 @@ def check_options(
 
 
 def measured(row: Row, command: str) -> str:
-    """The claim's synthetic bench on the machine at hand, in the nearest shape that runs here, beside its prediction."""
+    """The claim's synthetic bench on the machine at hand, in the nearest shape that runs here, beside its
+    prediction."""
     import torch
 
     from eval.bench import bench
@@ -595,8 +674,9 @@ def measured(row: Row, command: str) -> str:
     target = row.entry.model if runnable and cuda else "qwen3-8b" if cuda else "tiny"
     point = row.point
     recipe: dict[str, Any] = {
-        "target": target, "weights": "dummy", "drafter": "ngram", "context_len": min(point.context or row.entry.context, 1024 if cuda else 128),
-        "num_speculative_tokens": max(1, point.tokens - 1), "num_requests": point.requests, "max_tokens": 32, "repeats": 5,
+        "target": target, "weights": "dummy", "drafter": "ngram",
+        "context_len": min(point.context or row.entry.context, 1024 if cuda else 128),
+        "num_speculative_tokens": max(1, point.tokens - 1), "num_requests": point.requests, "max_tokens": 32,
     }  # fmt: skip
     if point.acceptance_length > 1:
         recipe["acceptance_length"] = point.acceptance_length
@@ -612,10 +692,17 @@ def measured(row: Row, command: str) -> str:
         ach = step_time(load_architecture(target), machine, Parallelism(), load).achievable if machine else None
         body.append((
             r.acceptance if r.synthetic else r.method, str(r.num_requests), ms(r.step_ms.total), ms(r.floor_ms),
-            f"{ach.mid:.2f} [{ach.low:.2f}-{ach.high:.2f}]" if ach else "no kernels measured", f"{r.output_throughput_per_user:.1f}",
+            f"{ach.mid:.2f} [{ach.low:.2f}-{ach.high:.2f}]" if ach else "no kernels measured",
+            f"{r.output_throughput_per_user:.1f}",
         ))  # fmt: skip
-    whole = "its own shape" if target == row.entry.model else f"the whole of {target}, not of {row.entry.model}, which does not run here"
-    head = f"Measured here: {whole}; random weights, {run.environment.gpu or run.environment.cpu}; SYNTHETIC where marked."
+    whole = (
+        "its own shape"
+        if target == row.entry.model
+        else f"the whole of {target}, not of {row.entry.model}, which does not run here"
+    )
+    head = (
+        f"Measured here: {whole}; random weights, {run.environment.gpu or run.environment.cpu}; SYNTHETIC where marked."
+    )
     return "\n".join([head, "", table(("line", "b", "step ms", "floor ms", "achievable ms", "tok/s/user"), body), ""])
 
 

@@ -30,8 +30,8 @@ from eval.reproduce import (
 
 # The groups of operations in a fixed order, so that a colour means the same in every bar.
 GROUPS = (
-    "draft", "attention projections", "attention", "routed experts", "shared experts", "moe front and tail", "dense mlp",
-    "communication", "norms", "head and sampling",
+    "draft", "attention projections", "attention", "routed experts", "shared experts", "moe front and tail",
+    "dense mlp", "communication", "norms", "head and sampling",
 )  # fmt: skip
 COLOURS = ("#7a7a7a", "#4477aa", "#66ccee", "#cc3311", "#ee7733", "#ddaa33", "#228833", "#aa3377", "#bbbbbb", "#000000")
 
@@ -56,7 +56,8 @@ def stacked(axes: Any, rows: list[Row]) -> None:
         if any(widths):
             axes.barh(labels, widths, left=left, color=colour, label=name, height=0.6)
         left = [a + b for a, b in zip(left, widths)]
-    marks = (("floor", "|", "black", [r.step.floor.mid for r in rows]), ("fitted", "d", "white", [r.fitted_ms for r in rows]),
+    marks = (("floor", "|", "black", [r.step.floor.mid for r in rows]),
+             ("fitted", "d", "white", [r.fitted_ms for r in rows]),
              ("reported", "o", "black", [r.reported_ms for r in rows]))  # fmt: skip
     for name, mark, colour, values in marks:
         found = [(v, label) for v, label in zip(values, labels) if v]
@@ -131,7 +132,8 @@ def svg(figure: Any, label: str, kind: str = "") -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?)width="[^"]*"', r"<svg \1\2", text, count=1)
     text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", text, count=1)
-    return f'<figure class="{kind}" role="img" aria-label="{html.escape(label)}">{text}<figcaption>{html.escape(label)}</figcaption></figure>'
+    label = html.escape(label)
+    return f'<figure class="{kind}" role="img" aria-label="{label}">{text}<figcaption>{label}</figcaption></figure>'
 
 
 def held_figure(rows: list[Row]) -> Any:
@@ -152,7 +154,14 @@ def held_figure(rows: list[Row]) -> Any:
     low, high = 3.0, 45.0
     axes.plot([low, high], [low, high], color="black", linewidth=0.8)
     axes.fill_between([low, high], [low * 0.85, high * 0.85], [low * 1.15, high * 1.15], color="black", alpha=0.08)
-    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), xlabel="reported step, ms", ylabel="fitted step, ms")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(low, high),
+        xlabel="reported step, ms",
+        ylabel="fitted step, ms",
+    )
     ticks = [3, 5, 10, 20, 40]
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(plt.FixedLocator(ticks))
@@ -164,13 +173,22 @@ def held_figure(rows: list[Row]) -> Any:
 
 
 STYLE = """
-:root{color-scheme:light}body{font:15px/1.5 system-ui,sans-serif;max-width:1240px;margin:0 auto;padding:1rem;color:#1a1a1a;background:#fff}
-h1{font-size:1.5rem;margin:.4rem 0}h2{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid #ddd}h3{font-size:1rem;margin:1.2rem 0 .2rem}
-.wide{overflow-x:auto}table{border-collapse:collapse;font-size:11.5px;white-space:nowrap}td,th{padding:.18rem .35rem;text-align:right;border-bottom:1px solid #eee}
-td:first-child,th:first-child{text-align:left;background:#fff}@media(min-width:700px){td:first-child,th:first-child{position:sticky;left:0}}
-.text table{white-space:normal;font-size:13.5px}.text td,.text th{text-align:left;vertical-align:top}.big svg{min-width:680px}.big{overflow-x:auto}th{border-bottom:2px solid #888}tr.held td{background:#eef6ff}tr.shown td{color:#777}
-figure{margin:1rem 0}figure svg{max-width:100%;height:auto;display:block}figcaption{font-size:12.5px;color:#555}.pair{display:flex;flex-wrap:wrap;gap:1rem}.pair>figure{flex:1 1 440px;min-width:0}
-ul{padding-left:1.2rem}li{margin:.2rem 0}.status{color:#666;font-size:12.5px}p{max-width:80ch}.stamp{background:#fff3cd;padding:.4rem .6rem}
+body{font:15px/1.5 system-ui,sans-serif;max-width:1240px;margin:0 auto;padding:1rem;color:#1a1a1a;background:#fff}
+h1{font-size:1.5rem;margin:.4rem 0}
+h2{font-size:1.15rem;margin:2rem 0 .5rem;border-bottom:1px solid #ddd}
+h3{font-size:1rem;margin:1.2rem 0 .2rem}
+p{max-width:80ch} ul{padding-left:1.2rem} li{margin:.2rem 0}
+.stamp{background:#fff3cd;padding:.4rem .6rem} .status{color:#666;font-size:12.5px}
+.wide,.big{overflow-x:auto}
+table{border-collapse:collapse;font-size:11.5px;white-space:nowrap}
+td,th{padding:.18rem .35rem;text-align:right;border-bottom:1px solid #eee} th{border-bottom:2px solid #888}
+td:first-child,th:first-child{text-align:left;background:#fff}
+@media(min-width:700px){td:first-child,th:first-child{position:sticky;left:0}}
+tr.held td{background:#eef6ff} tr.shown td{color:#777}
+.text table{white-space:normal;font-size:13.5px} .text td,.text th{text-align:left;vertical-align:top}
+figure{margin:1rem 0} figure svg{max-width:100%;height:auto;display:block} figcaption{font-size:12.5px;color:#555}
+.big svg{min-width:680px}
+.pair{display:flex;flex-wrap:wrap;gap:1rem} .pair>figure{flex:1 1 440px;min-width:0}
 """
 
 
@@ -195,23 +213,36 @@ def page() -> str:
     stacked(axes, steps)
     axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.045), frameon=False)
     parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Reported tokens/s, taken apart</title><style>{STYLE}</style></head><body>",
         "<h1>Reported tokens/s, taken apart</h1>",
         '<p class="stamp">SYNTHETIC marks acceptance lengths that were forced, not earned by a drafter.</p>',
         "<h2>How good the model is</h2><ul>", *(f"<li>{html.escape(line)}</li>" for line in summary(rows)), "</ul>",
         "<h2>What the layers mean</h2><ul>", *(f"<li>{html.escape(line)}</li>" for line in LAYERS), "</ul>",
-        "<h2>All reported results</h2><p>Blue rows were held out of every fit; grey rows give no step to fit. A question mark: parallelism not stated.</p>",
+        "<h2>All reported results</h2><p>Blue rows were held out of every fit; grey rows give no step to fit. "
+        "A question mark: parallelism not stated.</p>",
         cells(HEADER, table_rows(rows), [r.point.use for r in rows]),
         svg(figure, "Steps kernel by kernel, with the floor, the fitted and the reported time of each.", "big"),
         '<div class="pair">',
-        svg(held_figure(rows), "Kimi K3: fitted against reported steps. Filled points were held out; the band is 15 %."),
+        svg(held_figure(rows), "Kimi K3: fitted against reported steps. Filled: held out; the band is 15 %."),
     ]  # fmt: skip
     claim = find_row("kimi-k3-gb300-vllm-2026-09")
     one, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
     over_al(axes, claim)
-    parts += [svg(one, f"{claim.entry.title}: tokens/s/user by AL and requests, at the constant of its software (SYNTHETIC AL)."), "</div>"]
-    parts += ["<h2>What could explain 840 tokens/s</h2>", '<div class="text">', cells(("cause", "what follows"), explanations(claim)), "</div>"]
+    parts += [
+        svg(
+            one,
+            f"{claim.entry.title}: tokens/s/user by AL and requests, at the constant of its software (SYNTHETIC AL).",
+        ),
+        "</div>",
+    ]
+    parts += [
+        "<h2>What could explain 840 tokens/s</h2>",
+        '<div class="text">',
+        cells(("cause", "what follows"), explanations(claim)),
+        "</div>",
+    ]
     own = own_measurements()
     if own:
         parts += ["<h2>Steps measured by this project on one H200, against kernels alone</h2>"]
@@ -235,7 +266,8 @@ def page() -> str:
         rates = ", ".join(f"{k} {v / 1e3:g}" for k, v in m.datasheet.tflops.items())
         body.append((
             m.title, f"{m.datasheet.memory_bandwidth_gbps / 1e3:g}", f"{m.datasheet.memory_gb:g}", rates,
-            f"{m.datasheet.link_gbps:g}" if m.datasheet.link_gbps else "not found", "; ".join(f"{', '.join(s.fields)}: {s.status}" for s in m.sources),
+            f"{m.datasheet.link_gbps:g}" if m.datasheet.link_gbps else "not found",
+            "; ".join(f"{', '.join(s.fields)}: {s.status}" for s in m.sources),
         ))  # fmt: skip
     parts += [cells(("machine", "TB/s", "GB", "dense PFLOP/s", "link GB/s", "status"), body), "</body></html>"]
     return "\n".join(parts) + "\n"

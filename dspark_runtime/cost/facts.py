@@ -30,7 +30,8 @@ class Strict(BaseModel):
 
 class Source(Strict):
     """Where some fields come from. official: the maker's own page or file; measured: a measurement, published or ours;
-    secondary: someone else's account; inferred: computed here from other facts; unresolved: sources disagree or none."""
+    secondary: someone else's account; inferred: computed here from other facts; unresolved: sources disagree or
+    none."""
 
     source: str = Field(min_length=1)
     status: Status
@@ -62,7 +63,9 @@ class Sourced(Strict):
         fields = [name for name in leaves(values) if name.split(".")[0] not in cls.free]
         named: dict[str, int] = {}
         for entry in values["sources"]:
-            listed = entry.fields if isinstance(entry, Source) else entry.get("fields") if isinstance(entry, dict) else None
+            listed = (
+                entry.fields if isinstance(entry, Source) else entry.get("fields") if isinstance(entry, dict) else None
+            )
             for name in listed or ():
                 named[name] = named.get(name, 0) + 1
         for name, count in named.items():
@@ -95,8 +98,8 @@ def covering(field: str, names: Any) -> str | None:
 
 
 class Gqa(Strict):
-    """Softmax attention with keys and values a head. gated: the output is multiplied by a gate as wide as q. window > 0:
-    keys further back are not read. qk_norm: a learned norm of q and k a head."""
+    """Softmax attention with keys and values a head. gated: the output is multiplied by a gate as wide as q. window >
+    0: keys further back are not read. qk_norm: a learned norm of q and k a head."""
 
     layers: int = Field(ge=1)
     heads: int = Field(ge=1)
@@ -225,7 +228,8 @@ class DenseMlp(Strict):
 
 
 class Moe(Strict):
-    """Routed experts, in a latent space of expert_hidden_size where that is not 0, and shared ones in the full space."""
+    """Routed experts, in a latent space of expert_hidden_size where that is not 0, and shared ones in the full
+    space."""
 
     layers: int = Field(ge=1)
     num_experts: int = Field(ge=2)
@@ -249,7 +253,9 @@ class Moe(Strict):
     @model_validator(mode="after")
     def _top_k(self) -> Moe:
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(f"num_experts_per_tok: found {self.num_experts_per_tok}, allowed: at most {self.num_experts}")
+            raise ValueError(
+                f"num_experts_per_tok: found {self.num_experts_per_tok}, allowed: at most {self.num_experts}"
+            )
         return self
 
 
@@ -369,7 +375,8 @@ class Architecture(Sourced):
 
     @property
     def active_params(self) -> int:
-        """Weights that one token meets: its experts, everything else, the head; not the embedding, which is looked up."""
+        """Weights that one token meets: its experts, everything else, the head; not the embedding, which is looked
+        up."""
         moe = self.ffn.moe
         share = moe.num_experts_per_tok / moe.num_experts if moe else 0.0
         return round(self.expert_params * share) + self.other_params + self.embedding_params
@@ -377,7 +384,10 @@ class Architecture(Sourced):
     @property
     def checkpoint_bytes(self) -> float:
         experts, other = self.mtp_params
-        experts, other = experts + self.expert_params, other + self.other_params + self.stored_tables * self.embedding_params
+        experts, other = (
+            experts + self.expert_params,
+            other + self.other_params + self.stored_tables * self.embedding_params,
+        )
         return experts * BYTES[self.weights.experts] + other * BYTES[self.weights.other]
 
     def kv_values_per_token(self) -> int:
@@ -439,8 +449,8 @@ class Datasheet(Strict):
 class Hardware(Sourced):
     """A machine. `gpu` is (part of) the name its driver reports; read_bandwidth_gbps and matmul_tflops are measured
     ceilings, where there are any. interval: [low, high] of datasheet fields whose sources disagree. kernels: the table
-    of configs/kernels that calibrates it, its own or `borrowed` from a relative (then with a wide interval); effective_bandwidth: for a machine without one,
-    the share of the datasheet's bandwidth that its makers reach."""
+    of configs/kernels that calibrates it, its own or `borrowed` from a relative (then with a wide interval);
+    effective_bandwidth: for a machine without one, the share of the datasheet's bandwidth that its makers reach."""
 
     gpu: str
     title: str
@@ -460,7 +470,9 @@ class Hardware(Sourced):
         for name, (low, high) in self.interval.items():
             value = getattr(self.datasheet, name, None)
             if not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"interval.{name}: found [{low:g}, {high:g}], allowed: an interval around datasheet.{name}")
+                raise ValueError(
+                    f"interval.{name}: found [{low:g}, {high:g}], allowed: an interval around datasheet.{name}"
+                )
         return self
 
     def bandwidth(self) -> tuple[float, float, float]:
@@ -471,7 +483,9 @@ class Hardware(Sourced):
 
     def flops(self, precision: str) -> float:
         """Dense rate for weights of a precision; a machine without it computes in the next wider one."""
-        order = {"mxfp4": ("fp8", "bf16"), "nvfp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16")}.get(precision, ("bf16",))
+        order = {"mxfp4": ("fp8", "bf16"), "nvfp4": ("fp4", "fp8", "bf16"), "fp8": ("fp8", "bf16")}.get(
+            precision, ("bf16",)
+        )
         return next(self.datasheet.tflops[name] for name in order if name in self.datasheet.tflops) * 1e12
 
 

@@ -15,7 +15,8 @@ from dspark_runtime.cost.routing import interpolate
 
 @dataclass(frozen=True)
 class Interval:
-    """A value with what it may be: low <= mid <= high. Sums add the ends, so errors are taken to agree (the worst case)."""
+    """A value with what it may be: low <= mid <= high. Sums add the ends, so errors are taken to agree (the worst
+    case)."""
 
     low: float
     mid: float
@@ -151,7 +152,8 @@ class Kernels(Sourced):
                 continue
             for tokens, us in zip(t.tokens, curve):
                 if tokens <= 64:
-                    # Balanced picks: as many distinct experts as there are picks, up to all of them, evenly on the ranks.
+                    # Balanced picks: as many distinct experts as there are picks, up to all of them, evenly on the
+                    # ranks.
                     unique = t.num_experts * (1 - (1 - t.num_experts_per_tok / t.num_experts) ** tokens)
                     points.setdefault(tp, []).append((max(1.0, unique / ep) * t.expert_bytes / tp, us))
         return {tp: fit(p) for tp, p in points.items()}
@@ -183,4 +185,3 @@ def load_kernels(name: str) -> Kernels:
     """A table of configs/kernels."""
     path = find("kernels", name)
     return checked(Kernels, read_yaml(path), str(path))
-

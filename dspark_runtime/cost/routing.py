@@ -13,8 +13,8 @@ from dspark_runtime.errors import ConfigError
 @dataclass(frozen=True)
 class Routing:
     """law "uniform": every expert is as likely as any other. "zipf": expert i in proportion to i^-exponent. "recorded":
-    `recorded[i]` distinct experts were counted in a pass of i + 1 tokens. overlap: share of its experts that a token has
-    in common with the one before it in the same request (0: independent)."""
+    `recorded[i]` distinct experts were counted in a pass of i + 1 tokens. overlap: share of its experts that a token
+    has in common with the one before it in the same request (0: independent)."""
 
     law: str = "uniform"
     exponent: float = 1.0

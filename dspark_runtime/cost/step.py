@@ -1,10 +1,13 @@
-"""StepTime(model, drafter, hardware, parallelism, tokens, requests, context, precision, routing law) -> milliseconds, as
-a sum over named operations. Two of the three layers are here; the third, a constant fitted to reports, is the caller's.
+"""StepTime(model, drafter, hardware, parallelism, tokens, requests, context, precision, routing law) -> milliseconds,
+as a sum over named operations. Two of the three layers are here; the third, a constant fitted to reports, is the
+caller's.
 
-floor       bytes / datasheet bandwidth or flops / datasheet rate, whichever is longer, with all weights, caches and work
-            spread evenly over all GPUs and everything inside a pass overlapped. No latency, no communication. Draft pass
-            and verify pass follow one another.
-achievable  every operation as its class was measured (configs/kernels), one after another on the busiest rank: no overlap
+floor       bytes / datasheet bandwidth or flops / datasheet rate, whichever is longer, with all weights, caches and
+work
+            spread evenly over all GPUs and everything inside a pass overlapped. No latency, no communication. Draft
+            pass and verify pass follow one another.
+achievable  every operation as its class was measured (configs/kernels), one after another on the busiest rank: no
+overlap
             but the shared experts beside the routed ones. A stack that fuses or overlaps more can be faster than this.
 
 Microseconds inside, milliseconds in the results. No torch.
@@ -26,10 +29,10 @@ BORROWED = (0.75, 1.4)
 
 @dataclass(frozen=True)
 class Parallelism:
-    """tp x dp GPUs. tp shards attention and dense matrices, dp copies them for disjoint requests. The experts are spread
-    over all GPUs: ep ways by expert, the rest by slicing each. cp splits a cache that tp would copy (context parallel
-    decoding). replicated: small matrices that K3's first stacks copy to every rank (query and key compression, router,
-    latent projections)."""
+    """tp x dp GPUs. tp shards attention and dense matrices, dp copies them for disjoint requests. The experts are
+    spread over all GPUs: ep ways by expert, the rest by slicing each. cp splits a cache that tp would copy (context
+    parallel decoding). replicated: small matrices that K3's first stacks copy to every rank (query and key compression,
+    router, latent projections)."""
 
     tp: int = 1
     dp: int = 1
@@ -55,7 +58,10 @@ class Parallelism:
         return self.gpus // self.ep
 
     def __str__(self) -> str:
-        parts = [f"TP{self.tp}", *(f"{n.upper()}{v}" for n, v in (("dp", self.dp), ("ep", self.ep), ("cp", self.cp)) if v > 1)]
+        parts = [
+            f"TP{self.tp}",
+            *(f"{n.upper()}{v}" for n, v in (("dp", self.dp), ("ep", self.ep), ("cp", self.cp)) if v > 1),
+        ]
         return "·".join(parts)
 
 
@@ -133,7 +139,9 @@ class StepTime:
 class _Builder:
     """Collects the operations of one pass."""
 
-    def __init__(self, machine: Hardware, kernels: Kernels | None, p: Parallelism, load: Load, routing: Routing) -> None:
+    def __init__(
+        self, machine: Hardware, kernels: Kernels | None, p: Parallelism, load: Load, routing: Routing
+    ) -> None:
         self.machine, self.kernels, self.p, self.load, self.routing = machine, kernels, p, load, routing
         self.local = math.ceil(load.requests / p.dp)  # requests of a rank
         self.rows = self.local * load.tokens  # tokens of a rank
@@ -145,7 +153,17 @@ class _Builder:
     def widened(self, us: Interval) -> Interval:
         return us.widen(*BORROWED) if self.machine.borrowed else us
 
-    def gemm(self, name: str, group: str, count: int, n: float, k: float, shards: int, precision: str = "bf16", beside: str = "") -> None:
+    def gemm(
+        self,
+        name: str,
+        group: str,
+        count: int,
+        n: float,
+        k: float,
+        shards: int,
+        precision: str = "bf16",
+        beside: str = "",
+    ) -> None:
         """[rows, k] x [k, n], its weight split over `shards` ranks of a tp group (1: every rank has a copy)."""
         size = n * k * BYTES[precision]
         us = ZERO
@@ -173,7 +191,9 @@ class _Builder:
         if self.kernels and self.kernels.all_reduce:
             up_to, low, mid, high = self.kernels.all_reduce
             rest = max(0.0, message - up_to)
-            wire = 1e6 * 2 * rest / (self.machine.datasheet.link_gbps * 1e9) if self.machine.datasheet.link_gbps else 0.0
+            wire = (
+                1e6 * 2 * rest / (self.machine.datasheet.link_gbps * 1e9) if self.machine.datasheet.link_gbps else 0.0
+            )
             top = self.kernels.all_reduce_large_high_us if rest else high
             us = self.widened(Interval(low + wire, mid + wire, max(top, mid) + wire))
         self.add(name, "communication", count, 0.0, 0.0, us, collective=message)
@@ -218,7 +238,14 @@ class _Builder:
         shared = 1 if self.p.replicated else tp
         out = g.heads * g.v_head_dim
         self.gemm("mla compression", "attention projections", n, g.q_lora_rank + g.kv_values, h, shared)
-        self.gemm("mla query", "attention projections", n, g.heads * (g.qk_nope_head_dim + g.qk_rope_head_dim), g.q_lora_rank, tp)
+        self.gemm(
+            "mla query",
+            "attention projections",
+            n,
+            g.heads * (g.qk_nope_head_dim + g.qk_rope_head_dim),
+            g.q_lora_rank,
+            tp,
+        )
         self.gemm("mla absorbed keys", "attention projections", n, g.heads * g.qk_nope_head_dim, g.kv_lora_rank, tp)
         values = g.kv_values * BYTES[self.load.kv] * self.load.context * self.load.requests
         flops = 2.0 * g.heads * (g.kv_values + g.kv_lora_rank) * self.load.context * self.load.total
@@ -234,9 +261,10 @@ class _Builder:
         width = g.heads * g.head_dim
         self.gemm("latent compression", "attention projections", n, g.q_lora_rank + g.head_dim, h, 1)
         self.gemm("latent query", "attention projections", n, width, g.q_lora_rank, tp)
+        context, limit = self.load.context, (math.inf, g.index_topk)
         # What a query reads: the window in full, the compressed rest: all of it, or the index's choice from ratio 4.
         read = sum(
-            count * min(self.load.context, g.window + (0 if not ratio else min(self.load.context / ratio, g.index_topk if ratio < 128 else math.inf)))
+            count * min(context, g.window + (min(context / ratio, limit[ratio < 128]) if ratio else 0))
             for ratio, count in g.compress_ratios.items()
         ) / n  # fmt: skip
         size = g.head_dim * BYTES[self.load.kv] * read * self.load.requests
@@ -279,7 +307,9 @@ class _Builder:
         one = 3.0 * width * m.intermediate_size
         size = unique * one * BYTES[precision]
         flops = 2.0 * one * m.num_experts_per_tok * load.total
-        self.add("routed experts", "routed experts", n, size, flops, self.expert_us(m, width, unique, precision), precision)
+        self.add(
+            "routed experts", "routed experts", n, size, flops, self.expert_us(m, width, unique, precision), precision
+        )
         if m.num_shared_experts:
             inter = m.num_shared_experts * m.shared_intermediate_size
             beside = "routed experts"
@@ -292,7 +322,8 @@ class _Builder:
         return unique
 
     def expert_us(self, m: Moe, width: int, unique: float, precision: str) -> Interval:
-        """As measured for this shape and shard; else by the bytes of distinct experts, at the efficiency of as narrow a slice."""
+        """As measured for this shape and shard; else by the bytes of distinct experts, at the efficiency of as narrow a
+        slice."""
         k = self.kernels
         if k is None:
             return ZERO
@@ -303,7 +334,9 @@ class _Builder:
             tokens = self.routing.independent(self.load.requests, self.load.total)
             law = "zipf" if self.routing.law == "zipf" else "balanced"
             if self.routing.law == "recorded":  # as many tokens as touch that many experts under uniform routing
-                tokens = math.log1p(-min(unique / m.num_experts, 0.9999)) / math.log1p(-m.num_experts_per_tok / m.num_experts)
+                tokens = math.log1p(-min(unique / m.num_experts, 0.9999)) / math.log1p(
+                    -m.num_experts_per_tok / m.num_experts
+                )
             us = k.moe_us(p.moe_tp, p.ep, law, tokens)
             if us is not None:
                 # The part that is not latency goes with the machine's bandwidth.
@@ -354,7 +387,9 @@ class _Builder:
 
 def _relabel(operations: list[Operation], prefix: str, group: str | None) -> list[Operation]:
     return [
-        replace(op, name=f"{prefix}{op.name}", group=group or op.group, beside=f"{prefix}{op.beside}" if op.beside else "")
+        replace(
+            op, name=f"{prefix}{op.name}", group=group or op.group, beside=f"{prefix}{op.beside}" if op.beside else ""
+        )
         for op in operations
     ]
 
@@ -368,7 +403,8 @@ def _floor_ms(operations: list[Operation], machine: Hardware, gpus: int) -> Inte
 
 
 def _at_bandwidth(op: Operation, machine: Hardware, gpus: int) -> Interval:
-    """Microseconds of an operation at the bandwidth that the makers of a machine reach, with nothing else in its way."""
+    """Microseconds of an operation at the bandwidth that the makers of a machine reach, with nothing else in its
+    way."""
     memory = 1e6 * op.bytes / gpus / (machine.bandwidth()[1] * machine.effective_bandwidth)
     compute = 1e6 * op.flops / gpus / machine.flops(op.precision)
     return Interval.exact(max(memory, compute)).widen(machine.effective_bandwidth, 1 / machine.effective_bandwidth)
@@ -418,7 +454,9 @@ def step_time(
     notes = []
     if kernels is None and machine.effective_bandwidth:
         share = machine.effective_bandwidth
-        notes.append(f"no measured kernels for {machine.title}: achievable is the floor at {share:.0%} of the bandwidth")
+        notes.append(
+            f"no measured kernels for {machine.title}: achievable is the floor at {share:.0%} of the bandwidth"
+        )
         operations = [replace(op, us=_at_bandwidth(op, machine, parallelism.gpus), beside="") for op in operations]
     elif kernels is None:
         notes.append(f"no measured kernels for {machine.title}: the achievable layer is empty")
@@ -430,7 +468,9 @@ def step_time(
     return replace(step, achievable=sum((ms for _, ms in step.counted), ZERO))
 
 
-def cost_curve(model: Architecture, machine: Hardware, parallelism: Parallelism, load: Load, tokens: list[int]) -> list[tuple[int, float]]:
+def cost_curve(
+    model: Architecture, machine: Hardware, parallelism: Parallelism, load: Load, tokens: list[int]
+) -> list[tuple[int, float]]:
     """(verified tokens of a request, achievable milliseconds of the verify pass), for a scheduler."""
     return [(t, step_time(model, machine, parallelism, replace(load, tokens=t)).achievable.mid) for t in tokens]
 
@@ -447,9 +487,13 @@ def prefill_ms(model: Architecture, machine: Hardware, gpus: int, prompt: int) -
     attention = 0.0
     for g in model.attention.groups.values():
         if isinstance(g, Gqa):
-            attention += 2.0 * g.layers * g.heads * g.head_dim * prompt * (min(prompt, g.window) if g.window else prompt)
+            attention += (
+                2.0 * g.layers * g.heads * g.head_dim * prompt * (min(prompt, g.window) if g.window else prompt)
+            )
         elif isinstance(g, Mla):
-            attention += g.layers * g.heads * (g.qk_nope_head_dim + g.qk_rope_head_dim + g.v_head_dim) * float(prompt) ** 2
+            attention += (
+                g.layers * g.heads * (g.qk_nope_head_dim + g.qk_rope_head_dim + g.v_head_dim) * float(prompt) ** 2
+            )
     seconds = 2.0 * routed * prompt / machine.flops(model.weights.experts)
     seconds += (2.0 * other * prompt + attention) / machine.flops("fp8" if model.weights.other == "fp8" else "bf16")
     low, mid, high = machine.bandwidth()

@@ -16,7 +16,9 @@ def test_the_models_and_machines_are_there() -> None:
         "kimi-k3", "kimi-k3-dspark-inferact", "kimi-k3-dspark-radixark", "kimi-k3-dspark-redhat", "qwen3.8-2.4t-a95b",
         "qwen3-8b", "qwen3-30b-a3b", "deepseek-v4-flash", "deepseek-v4-pro", "smollm2-135m",
     } <= set(names("models"))  # fmt: skip
-    assert {"gb300", "b300", "gb200", "b200", "h200", "h100", "mi355x", "tpu-v7", "rubin", "cpu"} <= set(names("hardware"))
+    assert {"gb300", "b300", "gb200", "b200", "h200", "h100", "mi355x", "tpu-v7", "rubin", "cpu"} <= set(
+        names("hardware")
+    )
 
 
 def test_totals_of_kimi_k3() -> None:
@@ -42,14 +44,17 @@ def test_totals_of_qwen_and_llama() -> None:
     qwen = load_architecture("qwen3.8-2.4t-a95b")
     assert qwen.checkpoint_bytes == pytest.approx(qwen.published.checkpoint_bytes, rel=1e-3)
     assert qwen.active_params == pytest.approx(95e9, rel=0.02)
-    # Sizes that the makers print on the models: 8.2 B, 30.5 B of which 3.3 B active (embedding included), 8.03 B, 134.5 M.
+    # Sizes that the makers print on the models: 8.2 B, 30.5 B of which 3.3 B active (embedding included), 8.03 B, 134.5
+    # M.
     assert load_architecture("qwen3-8b").total_params == 8_190_735_360
     assert load_architecture("qwen3-30b-a3b").total_params == 30_532_122_624
     assert load_architecture("llama-3.1-8b").total_params == 8_030_261_248
     assert load_architecture("smollm2-135m").total_params == 134_515_008
 
 
-@pytest.mark.parametrize("name", [n for n in FACTS if load_architecture(n).published != type(load_architecture(n).published)()])
+@pytest.mark.parametrize(
+    "name", [n for n in FACTS if load_architecture(n).published != type(load_architecture(n).published)()]
+)
 def test_published_totals_come_out(name: str) -> None:
     facts = load_architecture(name)
     for field in type(facts.published).model_fields:

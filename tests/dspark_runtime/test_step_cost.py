@@ -84,7 +84,9 @@ def test_interpolation() -> None:
 def test_kernel_tables_are_valid(name: str) -> None:
     k = load_kernels(name)
     for n, width, us in k.gemm:
-        assert k.gemm_rule.us(2.0 * n * width).low <= us * 1.0001 and us <= k.gemm_rule.us(2.0 * n * width).high * 1.0001
+        assert (
+            k.gemm_rule.us(2.0 * n * width).low <= us * 1.0001 and us <= k.gemm_rule.us(2.0 * n * width).high * 1.0001
+        )
     assert k.gemm_rule.us_per_byte > 1 / (k.reference_bandwidth_gbps * 1e3)  # no kernel beats the memory
 
 
@@ -119,7 +121,13 @@ def test_experts_cost_what_was_measured(tp: int, ep: int, us: dict[int, float]) 
 
 @pytest.mark.parametrize(
     ("tokens", "unique", "tp8", "tp16"),
-    [(1, 16, 2.14, 1.07), (2, 31.7, 2.54, 1.27), (8, 120.3, 4.77, 2.39), (64, 613, 17.20, 8.60), (256, 887, 24.11, 12.06)],
+    [
+        (1, 16, 2.14, 1.07),
+        (2, 31.7, 2.54, 1.27),
+        (8, 120.3, 4.77, 2.39),
+        (64, 613, 17.20, 8.60),
+        (256, 887, 24.11, 12.06),
+    ],
 )
 def test_the_floor_of_k3_against_a_separate_account(tokens: int, unique: float, tp8: float, tp16: float) -> None:
     """Distinct experts x 17.55 MB x 92 + 111.1 GB of BF16, over 8 TB/s. The model adds caches and states: taken off."""
@@ -131,12 +139,21 @@ def test_the_floor_of_k3_against_a_separate_account(tokens: int, unique: float, 
         assert got == pytest.approx(expected, rel=4e-3)
 
 
-@pytest.mark.parametrize("name", ["kimi-k3", "qwen3-8b", "qwen3-30b-a3b", "qwen3.8-2.4t-a95b", "deepseek-v4-pro", "smollm2-135m"])
+@pytest.mark.parametrize(
+    "name", ["kimi-k3", "qwen3-8b", "qwen3-30b-a3b", "qwen3.8-2.4t-a95b", "deepseek-v4-pro", "smollm2-135m"]
+)
 def test_operations_read_every_weight_once(name: str) -> None:
     """The bytes of the operations are those of the parameters: nothing forgotten, nothing twice."""
     model = load_architecture(name)
     step = step_time(model, GB300, Parallelism(tp=8), Load(1, 1, context=1))
-    cached = ("cache", "mla cache", "latent cache", "kda convolution and state", "gdn convolution and state", "routed experts")
+    cached = (
+        "cache",
+        "mla cache",
+        "latent cache",
+        "kda convolution and state",
+        "gdn convolution and state",
+        "routed experts",
+    )
     dense = sum(op.bytes * op.count for op in step.operations if op.name not in cached)
     expected = 2 * (model.other_params + model.embedding_params)  # products count in bf16
     assert dense == pytest.approx(expected, rel=2e-3)
@@ -174,7 +191,11 @@ def test_work_is_shared_as_the_parallelism_says() -> None:
     # Data parallel attention sees a share of the requests; replicated matrices are no cheaper on more ranks.
     assert us(two, "latent down") == us(one, "latent down")
     assert us(step_time(K3, GB300, Parallelism(tp=8, replicated=False), load), "latent down") < us(one, "latent down")
-    for bad, message in (({"tp": 8, "ep": 3}, "parallelism.ep: found 3"), ({"tp": 0}, "parallelism.tp"), ({"tp": 4, "cp": 3}, "parallelism.cp")):
+    for bad, message in (
+        ({"tp": 8, "ep": 3}, "parallelism.ep: found 3"),
+        ({"tp": 0}, "parallelism.tp"),
+        ({"tp": 4, "cp": 3}, "parallelism.cp"),
+    ):
         with pytest.raises(ConfigError, match=message):
             Parallelism(**bad)
 
@@ -200,7 +221,9 @@ def test_the_longer_of_two_streams_counts() -> None:
 
 
 def test_a_scheduler_gets_a_rising_curve() -> None:
-    curve = cost_curve(load_architecture("qwen3-8b"), load_hardware("h200"), Parallelism(), Load(8), [1, 2, 4, 8, 16, 64])
+    curve = cost_curve(
+        load_architecture("qwen3-8b"), load_hardware("h200"), Parallelism(), Load(8), [1, 2, 4, 8, 16, 64]
+    )
     assert [t for t, _ in curve] == [1, 2, 4, 8, 16, 64]
     assert all(a[1] <= b[1] for a, b in itertools.pairwise(curve)) and curve[-1][1] > curve[0][1]
 

@@ -17,7 +17,16 @@ from dspark_runtime.errors import ConfigError
 from eval import reproduce
 from eval.cli import main
 from eval.reported import Reported, all_reported, load_reported
-from eval.reproduce import WhatIf, changed, evaluate, find_row, held_errors, own_measurements, ratio_of_floors, throughput_floor
+from eval.reproduce import (
+    WhatIf,
+    changed,
+    evaluate,
+    find_row,
+    held_errors,
+    own_measurements,
+    ratio_of_floors,
+    throughput_floor,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIM = "kimi-k3-gb300-vllm-2026-09"
@@ -54,7 +63,14 @@ def test_no_own_measurement_is_faster_than_its_floor() -> None:
 
 def test_the_five_systems_of_the_announcement_are_entered() -> None:
     entries = all_reported()
-    assert {CLAIM, "kimi-k3-mi355x-parity", "qwen3.8-gb300-pd", "vera-rubin-7.8x", "kimi-k3-tpu-v7", "kimi-k3-gb200"} <= set(entries)
+    assert {
+        CLAIM,
+        "kimi-k3-mi355x-parity",
+        "qwen3.8-gb300-pd",
+        "vera-rubin-7.8x",
+        "kimi-k3-tpu-v7",
+        "kimi-k3-gb200",
+    } <= set(entries)
     for entry in entries.values():
         assert entry.sources and entry.title
 
@@ -71,7 +87,8 @@ def test_implied_steps() -> None:
 
 
 def test_held_points_of_k3_are_predicted() -> None:
-    """At most half of the points set constants. What falls out of 15 % is known by name, so that another would be seen."""
+    """At most half of the points set constants. What falls out of 15 % is known by name, so that another would be
+    seen."""
     k3 = [r for r in ROWS if r.is_k3 and r.point.use in ("fit", "held")]
     assert sum(r.point.use == "fit" for r in k3) <= len(k3) / 2
     errors = dict((r.name, abs(e)) for r, e in held_errors(ROWS))
@@ -93,7 +110,10 @@ def test_held_points_enter_no_constant() -> None:
 def test_one_request_on_the_h200_from_kernels_alone() -> None:
     """Where the kernels of a run were timed, their sum is the step: one request of Qwen3-8B, within 10 %."""
     own = {o.name: o for o in own_measurements()}
-    for name in ("torch_qwen3_8b_ngram: plain chain, b=1", "torch_qwen3_8b_draft_0.6b: SYNTHETIC AL 6.00 (min_variance) chain, b=1"):
+    for name in (
+        "torch_qwen3_8b_ngram: plain chain, b=1",
+        "torch_qwen3_8b_draft_0.6b: SYNTHETIC AL 6.00 (min_variance) chain, b=1",
+    ):
         assert own[name].achievable.mid == pytest.approx(own[name].measured_ms, rel=0.10)
     rows = {r.name: r for r in STEPS}
     for name in ("qwen3-8b-h200-vllm/plain", "qwen3-8b-h200-vllm/al6", "qwen3-8b-h200-vllm/al6-b8"):
@@ -110,8 +130,8 @@ def test_ratios_of_machines() -> None:
 
 def test_the_verdict_on_the_claim_names_its_explanations() -> None:
     text = reproduce.verdict(find_row(CLAIM))
-    for part in ("7.14 ms", "TP16 with the measured expert kernels: 6.39 ms", "TP16·EP16", "4.58 ms", "Faster expert kernels",
-                 "Correlated routing", "Parallelism unknown", "Not stated:"):  # fmt: skip
+    for part in ("7.14 ms", "TP16 with the measured expert kernels: 6.39 ms", "TP16·EP16", "4.58 ms",
+                 "Faster expert kernels", "Correlated routing", "Parallelism unknown", "Not stated:"):  # fmt: skip
         assert part in text, part
 
 
@@ -133,7 +153,14 @@ def test_what_if() -> None:
 def test_one_result_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert dspark("reproduce", CLAIM, "--al", "3") == 0
     out = capsys.readouterr().out
-    for part in ("What if al 3", "420 tokens/s/user", "routed experts", "AL to beat plain decoding", "tpu-v7", "Sources:"):
+    for part in (
+        "What if al 3",
+        "420 tokens/s/user",
+        "routed experts",
+        "AL to beat plain decoding",
+        "tpu-v7",
+        "Sources:",
+    ):
         assert part in out, part
 
 
@@ -157,12 +184,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["what_if"] == {"al": 3.0} and one["reported_step_ms"] is None and one["fitted_ms"]
 
 
-@pytest.mark.parametrize("arguments", [["reproduce"], ["reproduce", "--help"], ["reproduce", CLAIM], ["config", f"configs/reported/{CLAIM}.yaml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["reproduce"], ["reproduce", "--help"], ["reproduce", CLAIM], ["config", f"configs/reported/{CLAIM}.yaml"]],
+)
 def test_no_heavy_library(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom eval.cli import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code\n"
-        "heavy = {'torch', 'cutlass', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\nassert not heavy, heavy\n"
+        "heavy = {'torch', 'cutlass', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -233,6 +264,13 @@ def test_config_says_what_a_file_is(kind: str, capsys: pytest.CaptureFixture[str
     for name in names(kind):
         assert dspark("config", str(find(kind, name))) == 0
         assert name in capsys.readouterr().out
+
+
+def test_only_measured_ceilings_reach_the_bench() -> None:
+    from eval.floor import known_hardware
+
+    assert known_hardware("NVIDIA H200")["read_bandwidth_gbps"] == 4500
+    assert known_hardware("NVIDIA B300 SXM6 AC") is None  # a datasheet is no measured ceiling
 
 
 # ---------------------------------------------------------------------------------------------------- page
