@@ -151,66 +151,63 @@ def ratio_of_floors(entry: Reported, point: Point) -> float:
 
 
 def explanations(row: Row) -> list[tuple[str, str]]:
-    """What could make a mixture of experts as fast as reported, one cause at a time: the routed experts of today's
-    measured kernels against the time that is left, with everything else at the constant of the software before."""
-    entry, point, model = row.entry, row.point, row.entry.architecture
-    moe, kernels = model.ffn.moe, entry.machine.kernels
-    if moe is None or kernels is None or entry.before is None or row.reported_ms is None:
+    """What could make a mixture of experts as fast as reported, one cause at a time, with the rest of the step as the
+    software before ran it. How much of that software's step was its experts is not known: between the measured kernels
+    as they are (then the rest was short) and the same share of them as of everything else (then it was long)."""
+    entry, point, model, machine = row.entry, row.point, row.entry.architecture, row.entry.machine
+    moe = model.ffn.moe
+    if moe is None or machine.kernels is None or entry.before is None or row.reported_ms is None:
         return []
-    before = constants(evaluate())[entry.before]
-    tp = Parallelism(tp=point.gpus or entry.gpus)
-    load, machine, drafter = entry.load(point), entry.machine, entry.drafts(point)
+    constant = constants(evaluate())[entry.before]
+    tp, step = Parallelism(tp=point.gpus or entry.gpus), row.reported_ms
+    load, drafter = entry.load(point), entry.drafts(point)
 
     def parts(p: Parallelism, routing: Routing) -> tuple[float, float]:
         groups = step_time(model, machine, p, load, drafter, routing).groups()
         experts = groups["routed experts"].mid
         return experts, sum((v for k, v in groups.items() if k != "routed experts"), ZERO).mid
 
-    out = []
-    cases = [(str(tp), tp, Routing()), (f"TP{tp.tp}·EP{tp.tp}", replace(tp, ep=tp.tp), Routing())]
-    for name, p, routing in cases:
-        experts, rest = parts(p, routing)
-        left = row.reported_ms - experts
-        verdict = (
-            "impossible"
-            if left <= 0
-            else f"leaves {left:.2f} ms for all the rest: {rest * before / left:.1f} x faster than {entry.before} "
-            f"ran it ({rest * before:.2f} ms)"
-        )
-        out.append(
-            (
-                f"{name} with the measured expert kernels",
-                f"{experts:.2f} ms of experts ({1e3 * experts / moe.layers:.0f} us a layer); {verdict}",
-            )
-        )
-    experts, rest = parts(tp, Routing())
-    left = row.reported_ms - rest * before
-    alone = f"the rest alone takes {rest * before:.2f} ms at the constant of {entry.before}"
+    def layer(ms: float) -> str:
+        return f"{1e3 * ms / moe.layers:.0f} us a layer"
+
+    measured, rest = parts(tp, Routing())
+    short, long = sorted((constant * (measured + rest) - measured, constant * rest))
     size = moe.expert_params(model.hidden_size) * BYTES[model.weights.experts]
-    floor = 1e6 * Routing().unique(moe.num_experts, moe.num_experts_per_tok, load.requests, load.total) * size
-    floor /= tp.gpus * machine.bandwidth()[1]
-    out.append((
-        "faster expert kernels, all the rest as before",
-        f"{alone}, so experts would have {left:.2f} ms ({1e3 * left / moe.layers:.0f} us a layer; measured "
-        f"{1e3 * experts / moe.layers:.0f}, HBM floor {floor:.0f})" if left > 0
-        else f"{alone}, more than the whole step: not enough alone, even at the experts' HBM floor of {floor:.0f} us "
-        f"a layer (measured {1e3 * experts / moe.layers:.0f})",
-    ))  # fmt: skip
+    size *= Routing().unique(moe.num_experts, moe.num_experts_per_tok, load.requests, load.total)
+    least = 1e3 * moe.layers * size / tp.gpus / machine.bandwidth()[1]
+
+    def enough(experts: float) -> str:
+        low, high = experts + short, experts + long
+        word = "enough" if high <= step else "perhaps enough" if low <= step else "not enough alone"
+        return f"with the rest as in {entry.before} ({short:.2f} to {long:.2f} ms) {low:.2f} to {high:.2f} ms: {word}"
+
+    def left(experts: float) -> str:
+        if experts >= step:
+            return "more than the whole step"
+        room = step - experts
+        return f"{room:.2f} ms left for the rest, {short / room:.1f} to {long / room:.1f} x faster than before"
+
+    out = []
+    for p in (tp, replace(tp, ep=tp.tp)):
+        experts, _ = parts(p, Routing())
+        name = f"TP{p.tp}" if p.ep == 1 else f"EP{p.ep}"
+        what = f"{experts:.2f} ms of experts ({layer(experts)}); {left(experts)}; {enough(experts)}"
+        out.append((f"{name} with the measured expert kernels", what))
+    what = f"at their HBM floor {least:.2f} ms ({layer(least)}, measured {layer(measured)}); {enough(least)}"
+    out.append((f"faster expert kernels at TP{tp.tp}", what))
     if load.tokens > 1:
-        least, _ = parts(tp, Routing(overlap=1.0))
+        same, _ = parts(tp, Routing(overlap=1.0))
         out.append((
-            "correlated routing, all the rest as before",
-            f"if all {load.total} tokens picked the same {moe.num_experts_per_tok} experts, {least:.2f} ms of experts "
-            f"at {tp}: {least + rest * before:.2f} ms in all, "
-            + ("enough" if least + rest * before <= row.reported_ms else "not enough alone"),
+            f"correlated routing at TP{tp.tp}",
+            f"if all {load.total} tokens picked the same {moe.num_experts_per_tok} experts {same:.2f} ms "
+            f"({layer(same)}); "
+            + enough(same),
         ))  # fmt: skip
-    ep = replace(tp, ep=tp.tp)
-    experts, rest = parts(ep, Routing(overlap=0.5))
-    needed = row.reported_ms / (experts + rest)
+    experts, rest = parts(replace(tp, ep=tp.tp), Routing(overlap=0.5))
     out.append((
-        f"all together: TP{tp.tp}·EP{tp.tp} and half of the experts shared between neighbouring tokens",
-        f"{experts:.2f} ms of experts and {rest:.2f} ms of rest as measured kernel by kernel; the whole has to run at "
-        f"{needed:.2f} of that sum, where {entry.before} ran at {before:.2f}",
+        f"together: EP{tp.tp}, half of the experts shared between neighbouring tokens, and a faster rest",
+        f"{experts:.2f} ms of experts, so the rest, {rest:.2f} ms kernel by kernel, has to run in "
+        f"{step - experts:.2f} ms: {(step - experts) / rest:.2f} of that sum, where {entry.before} ran the whole at {constant:.2f}",
     ))  # fmt: skip
     return out
 
