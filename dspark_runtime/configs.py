@@ -58,10 +58,15 @@ def load_model_config(name: str | Path) -> ModelConfig:
 
 
 def load_tree(name: str | Path) -> TreeSpec:
-    """A topology from configs/trees, or from a YAML file: `parents` in breadth-first order, the root's is -1."""
+    """A topology from configs/trees, or from a YAML file: `parents` in breadth-first order, the root's is -1.
+
+    For people: `description`, and the rank acceptances (`profile`) with which the tree has its
+    `expected_acceptance_length`.
+    """
     path = find("trees", str(name))
     values = read_yaml(path)
-    values.pop("description", None)
+    for documentation in ("description", "profile", "expected_acceptance_length"):
+        values.pop(documentation, None)
     if set(values) != {"parents"}:
         wrong = sorted(set(values) - {"parents"}) or ["parents"]
         state = "unknown field" if set(values) - {"parents"} else "missing"
