@@ -29,7 +29,7 @@ def top(logits: Tensor, count: int) -> Tensor:
 def draw(logits: Tensor, state: BatchState, first: int, count: int) -> tuple[Tensor, Tensor]:
     """`count` children of each node of a level: ids [R, w, count], and the law q [R, w, V] they are drawn from.
 
-    logits [R, w, V] float32 of nodes first .. first + w - 1. Rows at temperature 0 take the best tokens, with one-hot q.
+    logits [R, w, V] float32 of nodes first .. first + w - 1. Rows at temperature 0 take the best tokens; q is one-hot.
     """
     width, vocab = logits.shape[1:]
     temperature = state.temperature[:, None, None]

@@ -40,7 +40,7 @@ def grow(
     stop_below: float = 0.0,
     repeats: Continuations | None = None,
 ) -> DraftTree:
-    """The best tree of at most num_nodes nodes (root included) and depth levels, or the best single path. Deterministic.
+    """The best tree of at most num_nodes nodes (root included) and depth levels, or the best path. Deterministic.
 
     roots [R] int64; max_drafts [R] int64 limits each request's depth. The score of child x of token t at depth k is
     q_k(x | t), the softmax over its candidates, and

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from verify_kernels.rope import Rope
 
 EAGLE3_DRAFTS = 15
-"""Most drafts of an autoregressive drafter in one step: each one is a pass, and each pass is run again once accepted."""
+"""Most drafts of an autoregressive drafter in one step: each is a pass, and is run again once accepted."""
 
 
 class DrafterConfig(BaseModel):
@@ -79,7 +79,8 @@ class DrafterConfig(BaseModel):
             need(self.num_hidden_layers == 1, "num_hidden_layers", self.num_hidden_layers, "1 for EAGLE-3")
         else:
             need(self.mask_token_id is not None, "mask_token_id", None, "a token id")
-            need(self.block_size > self.first_slot, "block_size", self.block_size, "2 or more without sample_from_anchor")
+            allowed = "2 or more without sample_from_anchor"
+            need(self.block_size > self.first_slot, "block_size", self.block_size, allowed)
         if self.mask_token_id is not None:
             allowed = f"below vocab_size ({self.vocab_size})"
             need(self.mask_token_id < self.vocab_size, "mask_token_id", self.mask_token_id, allowed)

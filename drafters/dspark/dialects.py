@@ -27,7 +27,8 @@ class _Fields:
     def __init__(self, values: Any, where: str, prefix: str = "") -> None:
         self.where, self.prefix = where, prefix
         if not isinstance(values, Mapping):
-            raise ValueError(f"{where}: {prefix.rstrip('.') or 'config'}: found {type(values).__name__}, allowed: an object")
+            field = prefix.rstrip(".") or "config"
+            raise ValueError(f"{where}: {field}: found {type(values).__name__}, allowed: an object")
         self.values = values
 
     def fail(self, key: str, message: str) -> ValueError:
@@ -162,7 +163,8 @@ def _heads(f: _Fields) -> dict[str, Any]:
     confidence = "none"
     if f.need("enable_confidence_head"):
         confidence = "markov" if f.need("confidence_head_with_markov") else "hidden"
-    return {"kind": "dspark" if rank else "dflash", "markov_rank": rank, "markov_head_type": kind, "confidence": confidence}
+    name = "dspark" if rank else "dflash"
+    return {"kind": name, "markov_rank": rank, "markov_head_type": kind, "confidence": confidence}
 
 
 # ------------------------------------------------------------------------------------------------ dialects
@@ -237,7 +239,8 @@ def _speculators(f: _Fields, depth: int | None) -> dict[str, Any]:
     if kind not in ("dspark", "dflash", "eagle3"):
         raise f.fail("speculators_model_type", f"found {kind!r}, allowed: dspark, dflash, eagle3")
     t = f.sub("transformer_layer_config")
-    key = "eagle_aux_hidden_state_layer_ids" if "eagle_aux_hidden_state_layer_ids" in f else "aux_hidden_state_layer_ids"
+    key = "aux_hidden_state_layer_ids"
+    key = f"eagle_{key}" if f"eagle_{key}" in f else key
     if key in f:
         ids = f.ids(key)
     elif depth is None:
@@ -282,7 +285,7 @@ def _deepspec_eagle3(f: _Fields, depth: int | None) -> dict[str, Any]:
 
 
 def _eagle3(f: _Fields, depth: int | None) -> dict[str, Any]:
-    """Mainstream EAGLE-3: three taps and a pruned vocabulary. Without ids: low, middle and high, as its trainers take."""
+    """Mainstream EAGLE-3: three taps and a pruned vocabulary. Without ids: low, middle, high, as its trainers do."""
     nested = f.sub("eagle_config") if "eagle_config" in f else f
     key = "eagle_aux_hidden_state_layer_ids"
     if key in nested:
@@ -311,7 +314,8 @@ def _kimi_k3(f: _Fields, depth: int | None) -> dict[str, Any]:
         f.refuse(flag, False)
     taps = f.ids("target_layer_ids")
     if f.get("num_target_layers", len(taps)) != len(taps):
-        raise f.fail("num_target_layers", f"found {f.get('num_target_layers')}, allowed: {len(taps)}, one for each layer id")
+        found = f.get("num_target_layers")
+        raise f.fail("num_target_layers", f"found {found}, allowed: {len(taps)}, one for each layer id")
     rank = f.get("markov_rank", 0)
     heads = f.need("num_attention_heads")
     return _transformer(f) | {
@@ -333,8 +337,8 @@ def _kimi_k3(f: _Fields, depth: int | None) -> dict[str, Any]:
 def _gemma4(f: _Fields, depth: int | None) -> dict[str, Any]:
     """Gemma4 (§1.6): DeepSpec's fields around Gemma's attention, norms and softcap."""
     shared = bool(f.get("attention_k_eq_v", False))
-    base = {k: v for k, v in f.values.items() if k not in ("hidden_act", "layer_types", "rope_parameters", "rope_scaling")}
-    plain = _Fields(base, f.where)
+    own = ("hidden_act", "layer_types", "rope_parameters", "rope_scaling")
+    plain = _Fields({k: v for k, v in f.values.items() if k not in own}, f.where)
     return _transformer(plain) | _heads(f) | {
         "dialect": "gemma4",
         "layers": "gemma4",
@@ -349,5 +353,5 @@ def _gemma4(f: _Fields, depth: int | None) -> dict[str, Any]:
 
 def _deepseek_v4(f: _Fields, depth: int | None) -> dict[str, Any]:
     raise f.fail(
-        "dspark_block_size", "found a drafter inside a DeepSeek-V4 checkpoint (mtp.* stages), whose layers are not built"
+        "dspark_block_size", "found a drafter inside a DeepSeek-V4 checkpoint (mtp.*), whose layers are not built"
     )

@@ -27,7 +27,7 @@ class BlockDrafter:
     writes its slots behind them, and what was accepted is overwritten with its own features in `observe`, compact.
 
     candidates: deterministic drafts compare the best `candidates` tokens of each slot only, so that the Markov head's
-    w2 is read there and not over the whole vocabulary. Sampled drafts always have the whole law, as acceptance needs it.
+    w2 is read there and not over the whole vocabulary. Sampled drafts have the whole law: acceptance needs it.
     grow: trees take their shape from the drafter's own probabilities, within the TreeSpec's nodes and depth; False: the
     TreeSpec's topology. Sampled trees always have the TreeSpec's. confidence, stop_below: see `tree_growth.grow`.
     suffix: so many earlier occurrences of the request's last tokens add children to grown trees (0: none).
@@ -162,7 +162,9 @@ class BlockDrafter:
 
     # -------------------------------------------------------------------------------------------- heads
 
-    def _head(self, hidden: Tensor, tokens: Tensor, carry: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _head(
+        self, hidden: Tensor, tokens: Tensor, carry: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The sequential heads at one slot. hidden [R, d], tokens [R, W] -> (z [R, W, r], confidence [R, W] float32,
         carry [R, W, r]), each None where there is none."""
         network, (r, w) = self.network, tokens.shape
@@ -191,7 +193,9 @@ class BlockDrafter:
             rows = ops.embedding(ids.flatten(), network.markov.w2).view(*ids.shape, -1).float()
         temperature = torch.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
 
-        def children(k: int, tokens: Tensor, carry: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        def children(
+            k: int, tokens: Tensor, carry: Tensor | None
+        ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
             z, sure, carry = self._head(hidden[:, k], tokens, carry)
             logits = best[:, k, None].expand(-1, tokens.shape[1], -1)
             if z is not None:
@@ -230,7 +234,8 @@ class BlockDrafter:
             logits = base[:, k, None].expand(-1, last - first, -1)
             if z is not None:
                 logits = logits + ops.logits(z.flatten(0, 1), network.markov.w2).view_as(logits)
-            ids, probs[:, first:last] = draw(network.spread(logits), state, first, max(spec.ranks[x] for x in below) + 1)
+            most = max(spec.ranks[child] for child in below) + 1
+            ids, probs[:, first:last] = draw(network.spread(logits), state, first, most)
             for child in below:
                 placed[:, child] = ids[:, spec.parents[child] - first, spec.ranks[child]]
                 if sure is not None:

@@ -18,7 +18,9 @@ class MarkovHead(nn.Module):
     [3 r, 2 r + d] and bias [3 r] (rnn).
     """
 
-    def __init__(self, kind: str, w1: Tensor, w2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
+    def __init__(
+        self, kind: str, w1: Tensor, w2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.kind = kind
         self.w1, self.w2 = nn.Parameter(w1), nn.Parameter(w2)

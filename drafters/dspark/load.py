@@ -121,7 +121,8 @@ def build(c: DrafterConfig, tensors: Mapping[str, Tensor], target: Any, source: 
         if key not in tensors:
             if shared.shape != shape:
                 raise ValueError(
-                    f"{source}: {key}: missing, expected shape {list(shape)} (the target's, {list(shared.shape)}, does not fit)"
+                    f"{source}: {key}: missing, expected shape {list(shape)} (the target's {list(shared.shape)} "
+                    "does not fit)"
                 )
             return shared
         own = take(key, shape)
@@ -153,7 +154,7 @@ def _target_ids(c: DrafterConfig, tensors: Mapping[str, Tensor], source: str, de
     rows, vocab = c.draft_vocab_size, c.vocab_size
     if "d2t" not in tensors:
         if rows != vocab:
-            raise ValueError(f"{source}: d2t: missing, expected shape [{rows}] for a draft vocabulary of {rows} of {vocab}")
+            raise ValueError(f"{source}: d2t: missing, expected shape [{rows}] for {rows} of {vocab} tokens")
         return None
     d2t = tensors["d2t"].long()
     if tuple(d2t.shape) != (rows,):

@@ -22,7 +22,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 def layer_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
     """Tensors of one draft layer under DeepSpec's names, without `layers.i.`. EAGLE-3 attends over [token; hidden]."""
-    d, q, kv, i = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.intermediate_size
+    d, i = c.hidden_size, c.intermediate_size
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     wide = 2 * d if c.kind == "eagle3" else d
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
     if c.kind == "eagle3":
@@ -49,7 +50,8 @@ def tensor_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
     for i in range(c.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(c).items()}
     if r:
-        shapes |= {"markov_head.markov_w1.weight": (c.vocab_size, r), "markov_head.markov_w2.weight": (c.draft_vocab_size, r)}
+        shapes["markov_head.markov_w1.weight"] = (c.vocab_size, r)
+        shapes["markov_head.markov_w2.weight"] = (c.draft_vocab_size, r)
     if c.markov_head_type == "gated":
         shapes |= {"markov_head.gate_proj.weight": (r, d + r), "markov_head.gate_proj.bias": (r,)}
     if c.markov_head_type == "rnn":
@@ -78,7 +80,8 @@ class DraftLayer(nn.Module):
         self.hidden_norm = _parameter(get("hidden_norm.weight"))
         self.qkv, self.qkv_bias = merged("self_attn", "q k v", "weight"), merged("self_attn", "q k v", "bias")
         self.o, self.o_bias = _parameter(get("self_attn.o_proj.weight")), _parameter(get("self_attn.o_proj.bias"))
-        self.q_norm, self.k_norm = _parameter(get("self_attn.q_norm.weight")), _parameter(get("self_attn.k_norm.weight"))
+        self.q_norm = _parameter(get("self_attn.q_norm.weight"))
+        self.k_norm = _parameter(get("self_attn.k_norm.weight"))
         self.post_norm = _parameter(get("post_attention_layernorm.weight"))
         self.gate_up = merged("mlp", "gate up", "weight")
         self.down = _parameter(get("mlp.down_proj.weight"))
@@ -134,7 +137,8 @@ class DraftNetwork(nn.Module):
                 get(f"markov_head.{extra}.bias"),
             )
         if c.confidence != "none":
-            self.confidence = ConfidenceHead(tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])
+            weight, bias = (tensors[f"confidence_head.proj.{x}"] for x in ("weight", "bias"))
+            self.confidence = ConfidenceHead(weight, bias)
         frozen: dict[str, Any] = {"embed": embed, "lm_head": lm_head, "target_ids": target_ids}
         frozen["mask"] = embed[c.mask_token_id] if mask is None and c.mask_token_id is not None else mask
         for name, tensor in frozen.items():
@@ -219,5 +223,6 @@ class DraftNetwork(nn.Module):
             found |= {"markov_head.markov_w1.weight": m.w1, "markov_head.markov_w2.weight": m.w2}
             found |= {f"markov_head.{extra}.weight": m.weight, f"markov_head.{extra}.bias": m.bias}
         if self.confidence is not None:
-            found |= {"confidence_head.proj.weight": self.confidence.weight, "confidence_head.proj.bias": self.confidence.bias}
+            head = self.confidence
+            found |= {"confidence_head.proj.weight": head.weight, "confidence_head.proj.bias": head.bias}
         return {name: found[name] for name in tensor_shapes(c)}

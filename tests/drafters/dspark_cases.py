@@ -26,15 +26,17 @@ DEEPSPEC = DIMS | HEADS | dict(
 )  # fmt: skip
 
 
-def target(architecture: str = "qwen3", scale: float = 0.6, layers: int = LAYERS, dtype: torch.dtype = torch.float32) -> Transformer:
+def target(architecture: str = "qwen3", scale: float = 0.6) -> Transformer:
     """A random target whose next token depends strongly on its context."""
-    moe = architecture == "qwen3_moe"
+    moe = {}
+    if architecture == "qwen3_moe":
+        moe = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
     config = ModelConfig(
-        architecture=architecture, vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=layers,
+        architecture=architecture, vocab_size=V, hidden_size=H, intermediate_size=24, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-6, max_position_embeddings=256,
-        rope=dict(rope_theta=100.0), **(dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12) if moe else {}),
+        rope=dict(rope_theta=100.0), **moe,
     )  # fmt: skip
-    return Transformer(config, noise(tensor_shapes(config), scale, 1), name="random", dtype=dtype, device="cpu")
+    return Transformer(config, noise(tensor_shapes(config), scale, 1), name="random", dtype=torch.float32, device="cpu")
 
 
 def noise(shapes: dict[str, tuple[int, ...]], scale: float, seed: int) -> dict[str, Tensor]:

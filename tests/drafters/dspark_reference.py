@@ -130,7 +130,8 @@ def eagle_chain(net: Net, features: Tensor, tokens: list[int], count: int, ids: 
         n = len(g_in)
         g = torch.stack(g_in)
         e = w["embed_tokens.weight"][following]
-        x = torch.cat((rms(e, w[p + "input_layernorm.weight"], net.eps), rms(g, w[p + "hidden_norm.weight"], net.eps)), 1)
+        e = rms(e, w[p + "input_layernorm.weight"], net.eps)
+        x = torch.cat((e, rms(g, w[p + "hidden_norm.weight"], net.eps)), 1)
         q = (x @ w[a + "q_proj.weight"].T).view(n, net.heads, net.dim)
         k = (x @ w[a + "k_proj.weight"].T).view(n, net.kv_heads, net.dim)
         v = (x @ w[a + "v_proj.weight"].T).view(n, net.kv_heads, net.dim)

@@ -96,7 +96,7 @@ def make(name: str) -> Case:
         return Case(config, dflash, reference.Net(dflash, markov=None), first_slot=1, drafts=3)
     if name == "deepspec eagle3":
         tensors = eagle_tensors(3)
-        config = DIMS | dict(architectures=["Qwen3Eagle3Model"], target_layer_ids=TAPS, ttt_length=7, num_hidden_layers=1)
+        config = DIMS | dict(architectures=["Qwen3Eagle3Model"], target_layer_ids=TAPS, num_hidden_layers=1)
         return Case(config, tensors, reference.Net(tensors))
     tensors = eagle_tensors(3, 30, norms=False)
     if name == "eagle3":
@@ -411,8 +411,8 @@ def test_the_network_trains() -> None:
     hidden = network.block(torch.tensor([5]), attend).flatten(0, 1)
     e = network.markov.embed(torch.tensor([5, 1, 2, 3]))
     z, _ = network.markov(e, hidden, None)
-    loss = (network.logits(hidden) + ops.logits(z, network.markov.w2)).logsumexp(-1).sum() + network.confidence(hidden, e).sum()
-    loss.backward()
+    logits = network.logits(hidden) + ops.logits(z, network.markov.w2)
+    (logits.logsumexp(-1).sum() + network.confidence(hidden, e).sum()).backward()
     without = [name for name, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     assert without == []
     assert not network.lm_head.requires_grad
