@@ -143,6 +143,14 @@ def _locate(name: str) -> Path:
         ) from None
 
 
+def target_config(name: str) -> ModelConfig:
+    """The architecture of a target, without its weights: any name that `load_target` takes."""
+    if name.endswith((".yaml", ".yml")) or name in names("models"):
+        return load_model_config(name)
+    path = _locate(name)
+    return read_gguf(path)[0] if path.suffix == ".gguf" else _folder_config(path)
+
+
 def _folder_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():

@@ -20,11 +20,15 @@ from typing import Any
 
 import torch
 
+from eval.environment import environment
 from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels, implementations
-from verify_kernels.cute.attention.run import append_kv, choose, commit_path, plan, plan_variant, run
+from verify_kernels.cute.attention.run import append_kv, choose, commit_path, plan, plan_variant, run, variants_of
 from verify_kernels.reference import attention as reference
 from verify_kernels.reference.attention import paged_tree_attention
+
+TOLERANCE = 4e-3
+"""Relative error allowed against the float32 reference."""
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -70,15 +74,12 @@ def variants() -> list[kernels.AnyVariant]:
     all_ = [choose(*case) for case in CASES] + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]
     others: list[kernels.AnyVariant] = [*APPENDS, *COMMITS]
     for heads, kv_heads in ENGINES:
-        for mask, longest in (("causal", 1), ("causal", 32), ("causal", 8192), ("tree", 16), ("tree", 32), ("tree", 64)):
-            all_.append(choose(BF16, 128, heads, kv_heads, 16, mask, longest))
-        others.append(kernels.AppendVariant("bfloat16", 128, heads, kv_heads, norm=True))
-        others.append(kernels.CommitVariant(kv_heads * 128 // 2))
+        others += variants_of(BF16, 128, heads, kv_heads, 16, norm=True)
     return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_] + others))
 
 
-def plan_kernel(variant: kernels.Variant, folder: Path) -> Any:
-    return kernels.load(kernels.library(plan_variant(variant), folder))
+def plan_kernel(variant: kernels.Variant, folder: Path | None) -> Any:
+    return kernels.load(kernels.build(plan_variant(variant), folder))
 
 
 def random_tree(n: int, rng: random.Random) -> list[int]:
@@ -137,7 +138,7 @@ def poison(cache: torch.Tensor, batch: PassBatch) -> torch.Tensor:
     return copy.view_as(cache)
 
 
-def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
+def check(case: tuple[Any, ...], seed: int, folder: Path | None) -> dict[str, Any]:
     """One random batch of a case against the float32 reference."""
     dtype, dim, heads, kv_heads, page, mask, longest, softcap = case
     rng = random.Random(seed)
@@ -154,7 +155,7 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     v = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
     scale, cap = dim**-0.5, 8.0 if softcap else 0.0
     variant = choose(dtype, dim, heads, kv_heads, page, mask, longest, softcap)
-    kernel = kernels.load(kernels.library(variant, folder))
+    kernel = kernels.load(kernels.build(variant, folder))
     bad_k, bad_v = poison(k, batch), poison(v, batch)
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
     by_torch = plan(variant, *make, first_query=first)
@@ -181,14 +182,14 @@ def check(case: tuple[Any, ...], seed: int, folder: Path) -> dict[str, Any]:
     return {"case": str(case), "seed": seed, "requests": requests, "error": error, "worst": worst}
 
 
-def check_graph(folder: Path) -> float:
+def check_graph(folder: Path | None) -> float:
     """One CUDA graph of plan and call serves other lengths: relative error after the lengths changed in place."""
     rng = random.Random(0)
     batch, pages = make_batch([3000, 0, 900], [16, 9, 1], "tree", 16, rng, "cuda")
     q = torch.randn(26, 32, 128, device="cuda", dtype=BF16)
     k, v = (torch.randn(pages, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2))
     variant = choose(BF16, 128, 32, 8, 16, "tree", 16)
-    kernel = kernels.load(kernels.library(variant, folder))
+    kernel = kernels.load(kernels.build(variant, folder))
     planner, out = plan_kernel(variant, folder), torch.empty_like(q)
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
 
@@ -209,7 +210,7 @@ def check_graph(folder: Path) -> float:
     return ((out.float() - want).norm() / want.norm()).item()
 
 
-def check_ops(folder: Path) -> float:
+def check_ops(folder: Path | None) -> float:
     """The operations as an engine calls them: two layers of one pass, planned once, against the reference."""
     rng = random.Random(1)
     batch, pages = make_batch([700, 0, 33], [16, 4, 9], "tree", 16, rng, "cuda")
@@ -227,7 +228,7 @@ def check_ops(folder: Path) -> float:
     return worst
 
 
-def check_commit(variant: kernels.CommitVariant, folder: Path, seed: int) -> bool:
+def check_commit(variant: kernels.CommitVariant, folder: Path | None, seed: int) -> bool:
     """Compaction of random paths against the reference, bit for bit: what is not on a path stays as it is."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -242,17 +243,17 @@ def check_commit(variant: kernels.CommitVariant, folder: Path, seed: int) -> boo
     cache = KVCache(*(torch.randn(shape, device="cuda", dtype=BF16) for _ in range(2)))
     want = KVCache(cache.k.clone(), cache.v.clone())
     args = (batch.page_table, batch.context_lens.long(), path)
-    commit_path(kernels.load(kernels.library(variant, folder)), cache, *args)
+    commit_path(kernels.load(kernels.build(variant, folder)), cache, *args)
     reference.commit_path(want, *args)
     want.k[:, 0], want.v[:, 0] = cache.k[:, 0], cache.v[:, 0]  # the scratch page is nobody's
     return torch.equal(cache.k, want.k) and torch.equal(cache.v, want.v)
 
 
-def check_append(variant: kernels.AppendVariant, folder: Path, tokens: int = 77) -> dict[str, Any]:
+def check_append(variant: kernels.AppendVariant, folder: Path | None, tokens: int = 77) -> dict[str, Any]:
     """The write side against the float32 reference, and its time beside the reference's; other slots stay as they are."""
     torch.manual_seed(0)
     dtype, dim, heads, kv_heads = getattr(torch, variant.dtype), variant.head_dim, variant.heads, variant.kv_heads
-    kernel = kernels.load(kernels.library(variant, folder))
+    kernel = kernels.load(kernels.build(variant, folder))
     rows = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", dtype=dtype)
     q, k, v = rows.split([heads, kv_heads, kv_heads], dim=1)
     pages = torch.randn(2, 40, 16, kv_heads, dim, device="cuda", dtype=dtype)
@@ -330,7 +331,7 @@ def matrix_rate() -> float:
     return 2 * 8192**3 / time_graph(lambda i: a @ b, 4) / 1e6
 
 
-def timing(shape: tuple[int, ...], folder: Path, rates: tuple[float, float], options: dict[str, Any]) -> dict[str, Any]:
+def timing(shape: tuple[int, ...], folder: Path | None, rates: tuple[float, float], options: dict[str, Any]) -> dict[str, Any]:
     heads, kv_heads, requests, context, new = shape
     rng = random.Random(0)
     dim, page = 128, 16
@@ -343,7 +344,7 @@ def timing(shape: tuple[int, ...], folder: Path, rates: tuple[float, float], opt
     q = torch.randn(requests * new, heads, dim, device="cuda", dtype=BF16)
     out = torch.empty_like(q)
     variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new)
-    kernel = kernels.load(kernels.library(variant, folder))
+    kernel = kernels.load(kernels.build(variant, folder))
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
     p = plan(variant, *make, setup=options.get("setup"))
     us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
@@ -371,7 +372,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, required=True, help="folder of compiled kernels")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--cases", type=int, default=300, help="random cases")
-    parser.add_argument("--tolerance", type=float, default=4e-3, help="relative error allowed")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative error allowed")
     parser.add_argument("--no-timing", action="store_true", help="correctness only")
     args = parser.parse_args()
     if args.command == "build":
@@ -397,7 +398,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "schema_version": 1,
         "command": "python -m eval.bench_attention run --kernels DIR --json FILE --cases " + str(args.cases),
-        "environment": {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda},
+        "environment": environment(torch.device("cuda"), 0),
         "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error, "ops": ops_error,
                         "commit_path": f"{sum(commits)} of {len(commits)}"},
         "results": list(appends),

@@ -329,6 +329,44 @@ def reproduce(
 
 
 @app.command()
+def kernels(
+    action: Annotated[str, typer.Argument(help="list, build, check or bench; the last two need a GPU.")],
+    target: Annotated[str, typer.Option(help="Architectures or targets whose attention is meant, separated by commas.")] = "qwen3-8b",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
+    page_size: Annotated[int, typer.Option(help="16, 32, 64 or 128.")] = 16,
+    folder: Annotated[Optional[Path], typer.Option(help="Where libraries lie (default: DSPARK_KERNEL_CACHE or the cache).")] = None,
+    jobs: Annotated[int, typer.Option(help="Compiler processes.")] = 2,
+    cases: Annotated[int, typer.Option(help="Random batches of check, for each target.")] = 40,
+    quiet: Quiet = False,
+) -> None:
+    """CuTe DSL kernels for Hopper: which ones a model needs, compile them ahead of time, check and time them."""
+    if dtype not in ("bfloat16", "float16"):
+        raise DsparkError(f"dtype: found {dtype!r}, allowed: bfloat16, float16")
+    for name, value in (("jobs", jobs), ("cases", cases)):
+        if value < 1:
+            raise DsparkError(f"{name}: found {value}, allowed: 1 or more")
+    if action not in ("list", "build", "check", "bench"):
+        raise DsparkError(f"action: found {action!r}, allowed: list, build, check, bench")
+
+    from eval import kernels as run
+
+    asked = (target.split(","), dtype, page_size, folder)
+    progress, close = progress_bar(quiet)
+    try:
+        if action == "list":
+            text = run.listing(*asked)
+        elif action == "build":
+            text = run.build(*asked, jobs, progress)
+        elif action == "check":
+            text = run.check(*asked, cases, progress)
+        else:
+            text = run.bench(*asked, progress)
+    finally:
+        close()
+    sys.stdout.write(text)
+
+
+@app.command()
 def config(file: Path) -> None:
     """Check a YAML file: a bench recipe, an architecture, a machine, a reported result or a tree. Needs no torch."""
     from eval.recipes import check_file

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import os
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from verify_kernels.errors import KernelError
+
+_log = logging.getLogger(__name__)
 
 ARCH = "sm_90a"
 _DSL = "nvidia-cutlass-dsl"
@@ -122,6 +125,24 @@ def dsl_version() -> str:
         return "none"
 
 
+def check_install() -> None:
+    """Raises KernelError if the DSL is missing or one of its packages overwrote another's files (its flavours for
+    CUDA 12 and 13 share a folder): a file that is not as long as its package's own record says."""
+    packages = [d for d in importlib.metadata.distributions() if (d.metadata["Name"] or "").startswith(_DSL)]
+    if not packages:
+        raise KernelError(f"{_DSL}: not installed, needed to compile kernels (pip install '.[cuda]')")
+    for package in packages:
+        for file in package.files or ():
+            path = Path(str(package.locate_file(file)))
+            if file.size is not None and (not path.exists() or path.stat().st_size != file.size):
+                found = f"{path.stat().st_size} bytes" if path.exists() else "nothing"
+                name = package.metadata["Name"]
+                raise KernelError(
+                    f"{name}: found {found} in {file}, expected {file.size}; the install is broken: "
+                    f"pip uninstall -y {' '.join(sorted(p.metadata['Name'] for p in packages))}, then install it again"
+                )
+
+
 def library(variant: AnyVariant, folder: Path | None = None) -> Path:
     """Where a variant's library lies. Without the DSL: the one built elsewhere from these very sources."""
     folder = folder or default_folder()
@@ -141,6 +162,8 @@ def build(variant: AnyVariant, folder: Path | None = None) -> Path:
     """Compiles a variant unless the folder holds it; returns the library's path."""
     path = library(variant, folder)
     if not path.exists():
+        check_install()
+        _log.warning("compiling kernel %s, once", variant.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as work:
             compiled = compile_variant(variant)

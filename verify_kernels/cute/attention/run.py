@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verify_kernels.batch import KVCache
 from verify_kernels.cute.attention.schedule import MAX_ENTRIES, RECORD, schedule
-from verify_kernels.cute.compile import CommitVariant, PlanVariant, Variant
+from verify_kernels.cute.compile import AnyVariant, AppendVariant, CommitVariant, PlanVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]
@@ -42,6 +42,23 @@ def choose(
         blocks = 4 if blocks == 3 else blocks
         tiles = {"rows": 128, "blocks": blocks, "tile_n": 128, "stages": 3 if head_dim == 128 else 5}
     return Variant(*constants, **tiles, softcap=softcap)
+
+
+def variants_of(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, norm: bool
+) -> list[AnyVariant]:
+    """Every kernel that an engine may ask for with a model of this attention: prompts, chains and trees of any size,
+    their schedules, the write side (norm: with norms of q and k) and the compaction of 16-bit keys and values."""
+    group = heads // kv_heads
+    lengths = [max(rows // group, 1) for rows in (64, 128, 256, 512)]
+    found: list[AnyVariant] = []
+    for mask in ("causal", "tree"):
+        for length in lengths:
+            variant = choose(dtype, head_dim, heads, kv_heads, page_size, mask, length)
+            found += [variant, plan_variant(variant)]
+    found.append(AppendVariant(str(dtype).removeprefix("torch."), head_dim, heads, kv_heads, norm))
+    found.append(CommitVariant(kv_heads * head_dim // 2))
+    return list(dict.fromkeys(found))
 
 
 @dataclass
@@ -111,9 +128,10 @@ def plan(
         if entries > MAX_ENTRIES or context_lens.shape[0] > MAX_ENTRIES:
             raise ValueError(f"verify attention: blocks of query rows are up to {entries}, allowed: {MAX_ENTRIES}")
         segments = torch.empty(units + entries * variant.kv_heads, RECORD, dtype=torch.int32, device=device)
-        kernel(context_lens, request_offsets, segments, units, first_query)
+        kernel(context_lens.contiguous(), request_offsets, segments, units, first_query)
     if ancestor_masks is None:
         ancestor_masks = torch.empty(num_tokens, dtype=torch.int64, device=device)
+    page_table, ancestor_masks = page_table.contiguous(), ancestor_masks.contiguous()
     partial, stats = _workspace(device, 2 * units * variant.blocks, variant.rows, variant.head_dim)
     return Plan(variant, segments, page_table, ancestor_masks, partial, stats)
 
