@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from eval.attention_peers import time_peers
 from eval.environment import environment
 from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels, implementations
@@ -349,6 +350,10 @@ def timing(shape: tuple[int, ...], folder: Path | None, rates: tuple[float, floa
     p = plan(variant, *make, setup=options.get("setup"))
     us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
     plan_us = time_graph(lambda i: plan(variant, *make, kernel=plan_kernel(variant, folder)), 4)
+    peers = {}
+    if options.get("peers"):
+        run(kernel, p, q, *caches[0], out, dim**-0.5)
+        peers = time_peers(q, caches, batch, out, lambda call: time_graph(call, max(copies, 8)))
     flops = 4 * new * heads * dim * requests * (context + new)
     floor = max(kv_bytes / rates[0], flops / rates[1]) / 1e6
     return {
@@ -363,6 +368,7 @@ def timing(shape: tuple[int, ...], folder: Path | None, rates: tuple[float, floa
         "over_floor": round(us / floor, 3),
         "tbps": round(kv_bytes / us / 1e6, 3),
         "tflops": round(flops / us / 1e6, 1),
+        "peers": peers,
     }
 
 
@@ -373,6 +379,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--cases", type=int, default=300, help="random cases")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="relative error allowed")
+    parser.add_argument("--peers", action="store_true", help="also time other projects' attention, where installed")
     parser.add_argument("--no-timing", action="store_true", help="correctness only")
     args = parser.parse_args()
     if args.command == "build":
@@ -397,7 +404,7 @@ def main() -> None:
         print("BAD", c)
     result: dict[str, Any] = {
         "schema_version": 1,
-        "command": "python -m eval.bench_attention run --kernels DIR --json FILE --cases " + str(args.cases),
+        "command": "python -m eval.bench_attention run --kernels DIR --json FILE --cases " + str(args.cases) + (" --peers" if args.peers else ""),
         "environment": environment(torch.device("cuda"), 0),
         "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error, "ops": ops_error,
                         "commit_path": f"{sum(commits)} of {len(commits)}"},
@@ -408,10 +415,10 @@ def main() -> None:
         result["read_tbps"], result["matrix_tflops"] = rates
         print(f"read {rates[0]:.2f} TB/s, matrix {rates[1]:.0f} TFLOP/s")
         for shape in SHAPES:
-            row = timing(shape, args.kernels, rates, {})
+            row = timing(shape, args.kernels, rates, {"peers": args.peers})
             result["results"].append(row)
             print(shape, row["us"], "us, floor", row["floor_us"], "x", row["over_floor"], row["tbps"], "TB/s",
-                  row["tflops"], "TFLOP/s", flush=True)
+                  row["tflops"], "TFLOP/s", row["peers"] or "", flush=True)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if bad or not all(commits) or not all(e <= args.tolerance for e in (graph_error, ops_error, *(row["rel_error"] for row in appends))):
