@@ -189,7 +189,8 @@ class Engine:
             raise RequestError(
                 f"prompt: {len(prompt)} tokens and max_tokens {params.max_tokens} need {need} pages, the cache has {self.pool.capacity}"
             )
-        stop = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.model.eos_token_ids))
+        eos = () if params.ignore_eos else (t for t in self.model.eos_token_ids if t < vocab)  # some configs name more
+        stop = {*params.stop_token_ids, *eos}
         if params.min_tokens and len(stop) >= vocab:
             raise RequestError(f"min_tokens: found {params.min_tokens} with every token id a stop id, allowed: 0")
         seed = params.seed if params.seed is not None else secrets.randbits(62)

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -155,14 +155,21 @@ def _folder_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder}: config.json: missing")
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    values = _json_object(path)
     generation = folder / "generation_config.json"
     if generation.is_file():  # chat models list their end-of-turn tokens only here
-        values["eos_token_id"] = json.loads(generation.read_text()).get("eos_token_id", values.get("eos_token_id"))
+        values["eos_token_id"] = _json_object(generation).get("eos_token_id", values.get("eos_token_id"))
     return from_hf(values, str(path))
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: found {type(values).__name__}, expected a JSON object")
+    return values
 
 
 def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -170,7 +177,11 @@ def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever a tokenizer's files may break: the library has no error of its own
+        why = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{folder}: tokenizer: cannot be loaded ({type(error).__name__}: {why})") from None
 
 
 def _gguf_tokenizer(path: Path, cached: bool) -> PreTrainedTokenizerBase:

@@ -27,7 +27,10 @@ class Safetensors(Mapping[str, Tensor]):
         files = sorted(folder.glob("*.safetensors"))
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+            try:
+                named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and files") from None
             missing = sorted(path.name for path in named if not path.exists())
             if missing:
                 raise CheckpointError(f"{index}: {missing[0]}: missing file")

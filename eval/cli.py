@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -171,6 +172,8 @@ def bench(
     for name, path in (("json", json_file), ("plot", plot_file)):
         if path is not None and not path.parent.is_dir():
             raise DsparkError(f"{name}: folder {path.parent} does not exist")
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
     settings = recipe(config, flags)
 
     from eval.bench import bench as run_bench
@@ -182,7 +185,10 @@ def bench(
         close()
     sys.stdout.write(report.render(run, output))
     if json_file is not None:
-        json_file.write_text(report.render(run, "json"))
+        try:
+            json_file.write_text(report.render(run, "json"))
+        except OSError as error:
+            raise DsparkError(f"json: {json_file}: {error.strerror}") from None
     if plot_file is not None:
         report.plot(run, plot_file)
     wrong = [row for row in run.results if row.ran and row.error]
@@ -234,6 +240,8 @@ def generate(
         seed=seed,
     )
     settings = recipe(None, flags)
+    if len(settings.num_speculative_tokens) > 1 and not tree or len(settings.tree or ()) > 1:
+        raise DsparkError("num_speculative_tokens, tree: found several shapes, allowed: one")
     options = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed)
 
     from eval.generate import generate as run_generate
@@ -274,6 +282,10 @@ def check(
         seed=seed,
     )
     settings = recipe(None, flags)
+    if len(settings.num_speculative_tokens) > 1 or settings.num_speculative_tokens[0] < 1:
+        raise DsparkError(f"num_speculative_tokens: found {k}, allowed: one number from 1 to 63")
+    if settings.drafter == "none":
+        raise DsparkError("drafter: found none, allowed: the drafter to check")
 
     from eval.check import check as run_check
 

@@ -29,19 +29,28 @@ def load_prompts(path: str | Path | None = None) -> PromptSet:
     except OSError as error:
         raise ConfigError(f"prompts: {path}: {error.strerror or error}") from None
     texts = []
-    for number, line in enumerate(raw.decode("utf-8", "replace").splitlines(), start=1):
+    try:
+        lines = raw.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"prompts: {path}: not UTF-8 (byte {error.start})") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             turns = json.loads(line)["turns"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             turns = None
-        if not (isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0]):
+        if not (isinstance(turns, list) and turns and isinstance(turns[0], str) and is_text(turns[0])):
             raise ConfigError(f'prompts: {path}:{number}: expected one JSON object with "turns": [text, ...]')
         texts.append(turns[0])
     if not texts:
         raise ConfigError(f"prompts: {path}: found no prompt")
     return PromptSet(path.name, hashlib.sha256(raw).hexdigest(), tuple(texts))
+
+
+def is_text(value: str) -> bool:
+    """Not empty, and free of lone surrogates, which JSON can spell and UTF-8 cannot."""
+    return value != "" and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 def encode(tokenizer: Any, text: str, chat: bool = True) -> list[int]:

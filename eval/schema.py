@@ -57,6 +57,9 @@ def length_list(value: object) -> object:
     if not isinstance(value, list):
         return float_list(value)
     parts = [part.strip() if isinstance(part, str) else part for part in value]
+    for part in parts:
+        if part != REAL and (isinstance(part, bool) or not isinstance(part, (int, float, str))):
+            raise ValueError(f"found {part!r}, allowed: numbers and the word {REAL}")
     return [part if part == REAL else float_list(part)[0] for part in parts]
 
 
@@ -67,6 +70,9 @@ def name_list(value: object) -> object:
 IntList = Annotated[list[int], BeforeValidator(int_list)]
 FloatList = Annotated[list[float], BeforeValidator(float_list)]
 NameList = Annotated[list[str], BeforeValidator(name_list)]
+
+
+MAX_REQUESTS = 4096
 
 
 class BenchConfig(Strict):
@@ -96,7 +102,7 @@ class BenchConfig(Strict):
     weights: str = "auto"
     backend: Literal["auto", "reference"] = "auto"
     cuda_graph: bool | None = None
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**30)  # with repeat and request beside it, it fits in 64 bits
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
 
@@ -120,8 +126,8 @@ class BenchConfig(Strict):
     @classmethod
     def _b_range(cls, value: list[int]) -> list[int]:
         for b in value:
-            if b < 1:
-                raise ValueError(f"found {b}, allowed: 1 or more")
+            if not 1 <= b <= MAX_REQUESTS:
+                raise ValueError(f"found {b}, allowed: 1 to {MAX_REQUESTS}")
         return value
 
     @field_validator("acceptance_length")
@@ -129,7 +135,7 @@ class BenchConfig(Strict):
     def _al_range(cls, value: list[float | str]) -> list[float | str]:
         for al in value:
             if al != REAL and not 1.0 <= al <= 64.0:
-                raise ValueError(f"found {al:g}, allowed: 1 to 64 (the bonus token counts)")
+                raise ValueError(f"found {al!r}, allowed: 1 to 64 (the bonus token counts)")
         return value
 
     @field_validator("synthetic_acceptance_rates")

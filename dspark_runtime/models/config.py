@@ -34,7 +34,7 @@ class ModelConfig(BaseModel):
     num_key_value_heads: int = Field(ge=1)
     head_dim: int = Field(ge=2)
     rms_norm_eps: float = Field(gt=0)
-    max_position_embeddings: int = Field(ge=1)
+    max_position_embeddings: int = Field(ge=1, le=2**24)
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     rope: Rope = Rope()
@@ -101,13 +101,19 @@ def _refuse(found: Any, unsupported: bool, field: str, where: str, allowed: str)
 def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     """From a checkpoint's config.json (transformers 4 and 5 spellings)."""
     names = config.get("architectures") or []
+    _refuse(names, not isinstance(names, list), "architectures", where, ", ".join(ARCHITECTURES))
     known = [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]
     _refuse(names, not known, "architectures", where, ", ".join(ARCHITECTURES))
     act = config.get("hidden_act", "silu")
     _refuse(act, act not in ("silu", "swish"), "hidden_act", where, "silu")
     for field in ("use_sliding_window", "mlp_bias"):
         _refuse(config.get(field), bool(config.get(field)), field, where, "false")
+    for field in ("rope_parameters", "rope_scaling"):
+        _refuse(config.get(field), not isinstance(config.get(field) or {}, Mapping), field, where, "an object")
+    for field in ("hidden_size", "num_attention_heads", "vocab_size"):
+        _refuse(config.get(field), not isinstance(config.get(field, 1), int), field, where, "an integer")
     layer_types = config.get("layer_types") or []
+    _refuse(layer_types, not isinstance(layer_types, list), "layer_types", where, "full_attention")
     _refuse(layer_types, set(layer_types) - {"full_attention"}, "layer_types", where, "full_attention")
     partial = config.get("partial_rotary_factor", 1.0)
     _refuse(partial, partial != 1.0, "partial_rotary_factor", where, "1.0")

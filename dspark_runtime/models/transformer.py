@@ -88,8 +88,8 @@ class _Reader:
         tensor = self._tensors[key]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{self._source}: {key}: found shape {list(tensor.shape)}, expected {list(shape)}")
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{self._source}: {key}: found dtype {tensor.dtype}, expected a floating-point type")
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+            raise CheckpointError(f"{self._source}: {key}: found dtype {tensor.dtype}, expected 16 bits or more of floating point")
         self.taken.add(key)
         return tensor.to(device=self._device, dtype=self._dtype)
 

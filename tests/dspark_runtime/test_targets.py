@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dspark_runtime import smollm2 as embedded
@@ -83,6 +84,45 @@ def test_folders_that_cannot_be_loaded(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "gone.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="gone.safetensors: missing"):
+        load_target(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "file,text,words",
+    [
+        ("config.json", "[]", "config.json: found list, expected a JSON object"),
+        ("config.json", "null", "config.json: found NoneType, expected a JSON object"),
+        ("config.json", '{"architectures": 5}', "architectures: found 5"),
+        ("config.json", '{"hidden_size": "64"}', "hidden_size: found '64', allowed: an integer"),
+        ("config.json", '{"num_attention_heads": "4"}', "num_attention_heads: found '4', allowed: an integer"),
+        ("config.json", '{"rope_parameters": "yarn"}', "rope_parameters: found 'yarn', allowed: an object"),
+        ("config.json", '{"max_position_embeddings": 1000000000000}', "max_position_embeddings: found 1000000000000"),
+        ("generation_config.json", "{", "generation_config.json: not JSON"),
+        ("generation_config.json", "[]", "generation_config.json: found list, expected a JSON object"),
+        ("model.safetensors.index.json", "{", "weight_map: expected an object"),
+        ("model.safetensors.index.json", "{}", "weight_map: expected an object"),
+        ("model.safetensors.index.json", '{"weight_map": []}', "weight_map: expected an object"),
+        ("tokenizer.json", "{", "tokenizer: cannot be loaded"),
+    ],
+)
+def test_a_folder_with_one_broken_file(tmp_path: Path, file: str, text: str, words: str) -> None:
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    path = tmp_path / file
+    if file == "config.json" and text.startswith("{"):
+        text = json.dumps(json.loads(path.read_text()) | json.loads(text))
+    path.write_text(text)
+    with pytest.raises((CheckpointError, ConfigError)) as error:
+        load_target(str(tmp_path), device="cpu")
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_without_their_scales_are_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(CheckpointError, match=f"{name}: found dtype torch.float8_e4m3fn"):
         load_target(str(tmp_path), device="cpu")
 
 

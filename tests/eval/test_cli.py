@@ -276,6 +276,33 @@ def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
         assert "bench recipe" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["generate", "hi", "-k", "3-5"], "found several shapes, allowed: one"),
+        (["generate", "hi", "--tree", "tree-8,tree-16"], "found several shapes, allowed: one"),
+        (["check", "-k", "0"], "num_speculative_tokens: found 0, allowed: one number from 1 to 63"),
+        (["check", "-k", "1-3"], "num_speculative_tokens: found 1-3, allowed: one number from 1 to 63"),
+        (["check", "--drafter", "none"], "drafter: found none, allowed: the drafter to check"),
+        (["bench", "-b", "100000000"], "num_requests: found 100000000, allowed: 1 to 4096"),
+        (["bench", "--seed", "99999999999999999999999"], "seed: found"),
+        (["bench", "--json", "."], "json: found '.', allowed: a file that can be written"),
+        (["bench", "--prompts", "latin.jsonl"], "prompts: latin.jsonl: not UTF-8 (byte 15)"),
+        (["bench", "--prompts", "nested.jsonl"], "prompts: nested.jsonl:1: expected one JSON object"),
+        (["bench", "--prompts", "surrogate.jsonl"], "prompts: surrogate.jsonl:1: expected one JSON object"),
+        (["config", "booleans.yaml"], "booleans.yaml: acceptance_length"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("latin.jsonl").write_bytes(b'{"turns": ["caf\xe9"]}\n')
+    Path("nested.jsonl").write_text("[" * 100_000)
+    Path("surrogate.jsonl").write_text('{"turns": ["\\ud800"]}\n')
+    Path("booleans.yaml").write_text("acceptance_length: [2, true]\n")
+    assert dspark(*arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
