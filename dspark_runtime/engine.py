@@ -249,6 +249,8 @@ class Engine:
                 f"spec: found {spec.num_nodes} nodes of depth {spec.depth}, allowed: at most the configured "
                 f"{self.spec.num_nodes} of depth {self.spec.depth}"
             )
+        if spec is not None and not spec.is_chain and acceptance.RULES[self._rule].needs_chain:
+            raise ConfigError(f"spec: found a tree that branches with the rule {self._rule!r}, allowed: chains")
         self._admit()
         if not self._running:
             return []

@@ -64,11 +64,15 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, (str, list, tuple)), name, value, "a list")
+        bias = self.logit_bias
+        _check(bias is None or isinstance(bias, dict), "logit_bias", bias, "a dictionary of token ids and numbers")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        inf = math.inf
-        _check(_is_number(self.temperature, 0, inf), "temperature", self.temperature, "a finite number >= 0")
+        _check(_is_number(self.temperature, 0, 1e30), "temperature", self.temperature, "a finite number >= 0, up to 1e30")
         _check(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer >= 1, or 0 or -1 for off")
         _check(_is_number(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "a number in (0, 1]")
         _check(_is_number(self.min_p, 0, 1), "min_p", self.min_p, "a number in [0, 1]")
@@ -76,7 +80,7 @@ class SamplingParams:
             value = getattr(self, name)
             _check(_is_number(value, -2, 2), name, value, "a number in [-2, 2]")
         penalty = self.repetition_penalty
-        _check(_is_number(penalty, 0, inf) and penalty > 0, "repetition_penalty", penalty, "a finite number > 0")
+        _check(_is_number(penalty, 1e-6, 1e6), "repetition_penalty", penalty, "a finite number > 0, from 1e-6 to 1e6")
         for token, bias in (self.logit_bias or {}).items():
             _check(_is_int(token) and token >= 0, "logit_bias", token, "token ids >= 0")
             _check(_is_number(bias, -100, 100), f"logit_bias[{token}]", bias, "a number in [-100, 100]")

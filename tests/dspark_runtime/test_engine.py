@@ -411,3 +411,10 @@ def test_synthetic_law_must_fit_the_tree() -> None:
     law = SyntheticLaw.make(5, acceptance_length=6.0)
     with pytest.raises(ConfigError, match="depth 5.*depth 4"):
         Engine(target(), ScriptedDrafter(right_for(1)), spec=TreeSpec.chain(4), synthetic=law)
+
+
+def test_a_branching_tree_for_one_step_is_refused_by_a_chain_rule() -> None:
+    e = engine(drafts=right_for(2), k=4, rejection_sample_method="standard")
+    e.submit([7], greedy(4))
+    with pytest.raises(ConfigError, match="spec: found a tree that branches with the rule 'standard'"):
+        e.step(TreeSpec((-1, 0, 0)))

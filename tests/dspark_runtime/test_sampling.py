@@ -307,3 +307,12 @@ def test_lists_and_single_strings_become_tuples():
 def test_parameters_are_read_without_torch():
     code = "import sys, dspark_runtime.sampling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [("stop", 5), ("stop_token_ids", 5), ("logit_bias", [1, 2]), ("temperature", 1e300), ("repetition_penalty", 1e-300)],
+)
+def test_values_of_the_wrong_kind_or_size_are_named(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"{field}: found"):
+        SamplingParams(**{field: value})
