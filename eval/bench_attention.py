@@ -15,6 +15,7 @@ import dataclasses
 import json
 import random
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from verify_kernels.reference.attention import paged_tree_attention
 TOLERANCE = 4e-3
 """Relative error allowed against the float32 reference."""
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 
-# dtype, head_dim, heads, kv_heads, page_size, mask, longest request, softcap: the random cases draw from these.
+# dtype, head_dim, heads, kv_heads, page_size, mask, longest request, softcap, fp8: the random cases draw from these.
 CASES: list[tuple[Any, ...]] = [
     (BF16, 128, 32, 8, 16, "tree", 16, False),
     (BF16, 128, 32, 8, 16, "tree", 64, False),
@@ -50,6 +51,9 @@ CASES: list[tuple[Any, ...]] = [
     (BF16, 128, 32, 8, 16, "causal", 300, False),
     (BF16, 128, 32, 8, 16, "full", 7, False),
     (FP16, 128, 20, 4, 16, "full", 32, True),
+    (BF16, 128, 32, 8, 16, "tree", 16, False, True),
+    (BF16, 128, 32, 4, 16, "tree", 64, False, True),
+    (FP16, 64, 14, 2, 64, "causal", 300, True, True),
 ]
 
 # heads, kv_heads, requests, context, new tokens of each.
@@ -61,9 +65,16 @@ SHAPES = [
 ]
 
 
+FP8_SHAPES = [
+    (32, kv, b, length, q) for kv in (8, 4) for b, length in ((1, 8192), (1, 131072), (32, 4096)) for q in (8, 16)
+]
+
+
 APPENDS = [
     kernels.AppendVariant("bfloat16", 128, 32, 8, norm=True),
     kernels.AppendVariant("float16", 64, 14, 2, norm=False),
+    kernels.AppendVariant("bfloat16", 128, 32, 8, norm=True, fp8=True),
+    kernels.AppendVariant("float16", 64, 14, 2, norm=False, fp8=True),
 ]
 COMMITS = [kernels.CommitVariant(512), kernels.CommitVariant(64)]
 
@@ -73,6 +84,7 @@ ENGINES = [(32, 8), (32, 4), (16, 8)]
 
 def variants() -> list[kernels.AnyVariant]:
     all_ = [choose(*case) for case in CASES] + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]
+    all_ += [choose(BF16, 128, h, kv, 16, "tree", q, fp8=True) for h, kv, _, _, q in FP8_SHAPES]
     others: list[kernels.AnyVariant] = [*APPENDS, *COMMITS]
     for heads, kv_heads in ENGINES:
         others += variants_of(BF16, 128, heads, kv_heads, 16, norm=True)
@@ -135,13 +147,22 @@ def poison(cache: torch.Tensor, batch: PassBatch) -> torch.Tensor:
         t = torch.arange(n, device=cache.device)
         owned[batch.page_table[r].long()[t // page_size] * page_size + t % page_size] = True
     copy = cache.clone().view(pages * page_size, *cache.shape[2:])
-    copy[~owned] = float("nan")
+    if cache.dtype == FP8:
+        copy.view(torch.uint8)[~owned] = 0x7F  # NaN of e4m3
+    else:
+        copy[~owned] = float("nan")
     return copy.view_as(cache)
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[P, page, Hkv, D] as e4m3 and a scale for each head, which differ widely from head to head."""
+    scales = x.float().abs().amax((0, 1, 3)) / 448 * torch.logspace(0, -1.5, x.shape[2], device=x.device)
+    return (x.float() / scales[:, None]).clamp(-448, 448).to(FP8), scales
 
 
 def check(case: tuple[Any, ...], seed: int, folder: Path | None) -> dict[str, Any]:
     """One random batch of a case against the float32 reference."""
-    dtype, dim, heads, kv_heads, page, mask, longest, softcap = case
+    dtype, dim, heads, kv_heads, page, mask, longest, softcap, fp8 = (*case, False)[:9]
     rng = random.Random(seed)
     torch.manual_seed(seed)
     requests = rng.choice([1, 1, 2, 5, 9])
@@ -155,7 +176,11 @@ def check(case: tuple[Any, ...], seed: int, folder: Path | None) -> dict[str, An
     k = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
     v = torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=dtype)
     scale, cap = dim**-0.5, 8.0 if softcap else 0.0
-    variant = choose(dtype, dim, heads, kv_heads, page, mask, longest, softcap)
+    scales: tuple[torch.Tensor, ...] = ()
+    if fp8:
+        (k, k_scale), (v, v_scale) = quantised(k), quantised(v)
+        scales = (k_scale, v_scale)
+    variant = choose(dtype, dim, heads, kv_heads, page, mask, longest, softcap, fp8)
     kernel = kernels.load(kernels.build(variant, folder))
     bad_k, bad_v = poison(k, batch), poison(v, batch)
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
@@ -169,13 +194,16 @@ def check(case: tuple[Any, ...], seed: int, folder: Path | None) -> dict[str, An
         p.partial.fill_(float("nan"))
         p.stats.fill_(float("nan"))
         out = torch.full_like(q, float("nan"))
-        outs.append(run(kernel, p, q, bad_k, bad_v, out, scale, cap))
+        outs.append(run(kernel, p, q, bad_k, bad_v, out, scale, cap, *scales))
         again = torch.full_like(q, float("nan"))
-        run(kernel, p, q, bad_k, bad_v, again, scale, cap)
+        run(kernel, p, q, bad_k, bad_v, again, scale, cap, *scales)
         if not torch.equal(out.view(torch.int16), again.view(torch.int16)):
             return {"case": str(case), "seed": seed, "error": float("nan"), "why": "two runs differ"}
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        want = paged_tree_attention(q.float(), k.float(), v.float(), batch, scale=scale, mask=mask, softcap=cap)
+        if not fp8:
+            k, v = k.float(), v.float()
+        wide = dict(zip(("k_scale", "v_scale"), scales))
+        want = paged_tree_attention(q.float(), k, v, batch, scale=scale, mask=mask, softcap=cap, **wide)
     error = max(((o.float() - want).norm() / want.norm()).item() for o in outs)
     worst = max(((o.float() - want).abs().max() / want.abs().max()).item() for o in outs)
     if any(not o.isfinite().all() for o in outs):
@@ -229,6 +257,28 @@ def check_ops(folder: Path | None) -> float:
     return worst
 
 
+def host_cost(folder: Path | None) -> dict[str, float]:
+    """What Python pays: milliseconds to load a library that is there, microseconds to launch one layer's attention."""
+    rng = random.Random(2)
+    batch, pages = make_batch([40], [8], "tree", 16, rng, "cuda")
+    q = torch.randn(8, 32, 128, device="cuda", dtype=BF16)
+    k, v = (torch.randn(pages, 16, 8, 128, device="cuda", dtype=BF16) for _ in range(2))
+    variant, out = choose(BF16, 128, 32, 8, 16, "tree", 8), torch.empty_like(q)
+    path = kernels.build(variant, folder)
+    start = time.perf_counter()
+    kernel = kernels.load.__wrapped__(path)
+    loaded = time.perf_counter() - start
+    p = plan(variant, batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
+    rounds = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(100):  # fewer launches than the driver queues, so that none waits for the GPU
+            run(kernel, p, q, k, v, out, 128**-0.5)
+        rounds.append((time.perf_counter() - start) / 100)
+    return {"load_ms": round(loaded * 1e3, 2), "launch_us": round(statistics.median(rounds[1:]) * 1e6, 2)}
+
+
 def check_commit(variant: kernels.CommitVariant, folder: Path | None, seed: int) -> bool:
     """Compaction of random paths against the reference, bit for bit: what is not on a path stays as it is."""
     rng = random.Random(seed)
@@ -268,18 +318,29 @@ def check_append(variant: kernels.AppendVariant, folder: Path | None, tokens: in
         slot_mapping = slots
 
     Batch.positions = positions
-    mine, wide = pages.clone(), pages.float()
-    got = append_kv(kernel, q, k, v, *mine, slots, positions, cos_sin, *norms)
+    scales = {}
+    wide = pages.float()
+    if variant.fp8:
+        scales = {name: torch.rand(kv_heads, device="cuda") * 0.02 + 0.001 for name in ("k_scale", "v_scale")}
+        pages, wide = pages.to(FP8), pages.to(dtype).to(FP8)
+    mine = pages.clone()
+    call = (slots, positions, cos_sin, *norms)
+    got = append_kv(kernel, q, k, v, *mine, *call, **scales)
+    # The reference rounds where the kernel does: before it quantises, so e4m3 values may differ by a near tie only.
+    exactly = (lambda x: x) if variant.fp8 else torch.Tensor.float
     want = reference.append_kv(
-        q.float(), k.float(), v.float(), *wide, Batch, cos_sin, *(w if w is None else w.float() for w in norms)
+        exactly(q), exactly(k), exactly(v), *wide, Batch, cos_sin, *(w if w is None else exactly(w) for w in norms), **scales
     )
-    error = max(((x.float() - y).norm() / y.norm()).item() for x, y in ((got, want), (mine[0], wide[0])))
+    error = max(
+        ((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in ((got, want), (mine[0], wide[0]))
+    )
     kept = torch.ones(640, dtype=torch.bool, device="cuda")
     kept[slots] = False
-    untouched = torch.equal(mine.view(2, 640, -1)[:, kept], pages.view(2, 640, -1)[:, kept])
-    exact = torch.equal(mine[1].float(), wide[1])
-    us = time_graph(lambda i: append_kv(kernel, q, k, v, *mine, slots, positions, cos_sin, *norms), 20)
-    plain = time_graph(lambda i: reference.append_kv(q, k, v, *mine, Batch, cos_sin, *norms), 20)
+    raw, before = (x.view(2, 640, -1).view(torch.uint8) for x in (mine, pages))
+    untouched = torch.equal(raw[:, kept], before[:, kept])
+    exact = torch.equal(mine[1].float(), wide[1].float())
+    us = time_graph(lambda i: append_kv(kernel, q, k, v, *mine, *call, **scales), 20)
+    plain = time_graph(lambda i: reference.append_kv(q, k, v, *mine, Batch, cos_sin, *norms, **scales), 20)
     return {
         "op": "append_kv", "variant": variant.name, "shape": {"tokens": tokens}, "us": round(us, 2),
         "reference_us": round(plain, 2), "rel_error": error if untouched and exact else float("nan"),
@@ -335,20 +396,24 @@ def matrix_rate() -> float:
 def timing(shape: tuple[int, ...], folder: Path | None, rates: tuple[float, float], options: dict[str, Any]) -> dict[str, Any]:
     heads, kv_heads, requests, context, new = shape
     rng = random.Random(0)
-    dim, page = 128, 16
+    dim, page, fp8 = 128, 16, options.get("fp8", False)
     batch, pages = make_batch([context] * requests, [new] * requests, "tree", page, rng, "cuda")
-    kv_bytes = requests * (context + new) * kv_heads * dim * 2 * 2
+    kv_bytes = requests * (context + new) * kv_heads * dim * 2 * (1 if fp8 else 2)
     copies = max(1, -(-300_000_000 // kv_bytes))
     caches = [
         [torch.randn(pages, page, kv_heads, dim, device="cuda", dtype=BF16) for _ in range(2)] for _ in range(copies)
     ]
+    scales: tuple[torch.Tensor, ...] = ()
+    if fp8:
+        caches = [[x.to(FP8) for x in cache] for cache in caches]
+        scales = tuple(torch.ones(kv_heads, device="cuda") for _ in range(2))
     q = torch.randn(requests * new, heads, dim, device="cuda", dtype=BF16)
     out = torch.empty_like(q)
-    variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new)
+    variant = options.get("variant") or choose(BF16, dim, heads, kv_heads, page, "tree", new, fp8=fp8)
     kernel = kernels.load(kernels.build(variant, folder))
     make = (batch.page_table, batch.context_lens, batch.request_offsets, batch.ancestor_masks, len(q))
     p = plan(variant, *make, setup=options.get("setup"))
-    us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5), max(copies, 8))
+    us = time_graph(lambda i: run(kernel, p, q, *caches[i % copies], out, dim**-0.5, 0.0, *scales), max(copies, 8))
     plan_us = time_graph(lambda i: plan(variant, *make, kernel=plan_kernel(variant, folder)), 4)
     peers = {}
     if options.get("peers"):
@@ -398,6 +463,8 @@ def main() -> None:
     appends = [check_append(v, args.kernels) for v in APPENDS]
     for row in appends:
         print(row["variant"], row["us"], "us, reference", row["reference_us"], "us, relative error", row["rel_error"])
+    host = host_cost(args.kernels)
+    print(f"Python: {host['load_ms']} ms to load a library, {host['launch_us']} us to launch a layer's attention")
     largest = max((c["error"] for c in checks), default=0.0)
     print(f"{len(checks)} random cases, largest relative error {largest:.2e}, {len(bad)} bad")
     for c in bad[:20]:
@@ -408,16 +475,17 @@ def main() -> None:
         "environment": environment(torch.device("cuda"), 0),
         "correctness": {"cases": len(checks), "bad": len(bad), "largest": largest, "graph": graph_error, "ops": ops_error,
                         "commit_path": f"{sum(commits)} of {len(commits)}"},
+        "host": host,
         "results": list(appends),
     }
     if not args.no_timing:
         rates = read_rate(), matrix_rate()
         result["read_tbps"], result["matrix_tflops"] = rates
         print(f"read {rates[0]:.2f} TB/s, matrix {rates[1]:.0f} TFLOP/s")
-        for shape in SHAPES:
-            row = timing(shape, args.kernels, rates, {"peers": args.peers})
+        for shape, fp8 in [(s, False) for s in SHAPES] + [(s, True) for s in FP8_SHAPES]:
+            row = timing(shape, args.kernels, rates, {"peers": args.peers and not fp8, "fp8": fp8})
             result["results"].append(row)
-            print(shape, row["us"], "us, floor", row["floor_us"], "x", row["over_floor"], row["tbps"], "TB/s",
+            print(shape, "e4m3" if fp8 else "bf16", row["us"], "us, floor", row["floor_us"], "x", row["over_floor"], row["tbps"], "TB/s",
                   row["tflops"], "TFLOP/s", row["peers"] or "", flush=True)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -46,10 +46,11 @@ class Variant:
     tile_n: int = 64
     stages: int = 4
     softcap: bool = False
+    fp8: bool = False  # keys and values in e4m3
 
     @property
     def name(self) -> str:
-        cap = "_cap" if self.softcap else ""
+        cap = ("_cap" if self.softcap else "") + ("_e4m3" if self.fp8 else "")
         return (
             f"verify_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}_p{self.page_size}_{self.mask}"
             f"_m{self.rows}x{self.blocks}_n{self.tile_n}_s{self.stages}{cap}"
@@ -82,10 +83,12 @@ class AppendVariant:
     heads: int
     kv_heads: int
     norm: bool
+    fp8: bool = False  # keys and values in e4m3
 
     @property
     def name(self) -> str:
-        return f"append_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}{'_norm' if self.norm else ''}"
+        ends = ("_norm" if self.norm else "") + ("_e4m3" if self.fp8 else "")
+        return f"append_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}{ends}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +221,10 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
         # Slots are 64-bit indices: a cache may hold more than 2^31 elements.
         shape = (pages, size(), variant.kv_heads, variant.head_dim)
         row = variant.kv_heads * variant.head_dim
-        cache = make_fake_tensor(dtype, shape, (cute.sym_int64(divisibility=8), row, variant.head_dim, 1), assumed_align=16)
+        stored = cutlass.Uint8 if variant.fp8 else dtype
+        stride = (cute.sym_int64(divisibility=16), row, variant.head_dim, 1)
+        cache = make_fake_tensor(stored, shape, stride, assumed_align=16)
+        scales = fake(f32, variant.kv_heads) if variant.fp8 else None
         index = fake(cutlass.Int64, tokens)
         weight = make_fake_compact_tensor(dtype, (variant.head_dim,), assumed_align=16) if variant.norm else None
         return cute.compile(
@@ -235,12 +241,16 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
             weight,
             fake(dtype, tokens, variant.heads, variant.head_dim),
             f32(0.0),
+            scales,
+            scales,
             stream,
             options=options,
         )
     kernel = VerifyAttention(dtype, **constants)
     queries = fake(dtype, tokens, variant.heads, variant.head_dim)
-    cache = fake(dtype, pages, variant.page_size, variant.kv_heads, variant.head_dim)
+    stored = cutlass.Uint8 if variant.fp8 else dtype
+    cache = fake(stored, pages, variant.page_size, variant.kv_heads, variant.head_dim)
+    scales = fake(f32, variant.kv_heads) if variant.fp8 else None
     return cute.compile(
         kernel,
         queries,
@@ -255,6 +265,8 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
         f32(1.0),
         f32(0.0),
         i32(0),
+        scales,
+        scales,
         stream,
         options=options,
     )

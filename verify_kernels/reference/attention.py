@@ -79,6 +79,8 @@ def paged_tree_attention(
     mask: str = "tree",
     softcap: float = 0.0,
     window: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of every request's new tokens over its committed context and the new tokens it may see.
 
@@ -88,6 +90,7 @@ def paged_tree_attention(
     mask "tree" uses batch.ancestor_masks (causal where that is None); "causal" orders new tokens as a chain; "full"
     lets every new token see every new token of its request (a block drafter's own mask). scale multiplies q.k; softcap
     c > 0 replaces a score s by c tanh(s / c); window w > 0 hides keys whose position is w or more behind the query's.
+    k_scale, v_scale [Hkv] float32, with float8_e4m3fn pages: a stored value times its head's scale is meant.
     """
     n, heads, dim = q.shape
     kv_heads, page_size = k_pages.shape[2], k_pages.shape[1]
@@ -96,9 +99,10 @@ def paged_tree_attention(
     group = heads // kv_heads
 
     k, v = (
-        pages[plan.pages].view(requests, length, kv_heads, dim).masked_fill(plan.unseen, 0).transpose(1, 2)
-        for pages in (k_pages, v_pages)
-    )
+        _values(pages, plan.pages, scales, q.dtype).view(requests, length, kv_heads, dim)
+        .masked_fill(plan.unseen, 0).transpose(1, 2)
+        for pages, scales in ((k_pages, k_scale), (v_pages, v_scale))
+    )  # fmt: skip
     padded = q if plan.row_of is None else q[plan.row_of.flatten()]
     # GQA: the heads that share a KV head become rows of one product.
     rows = padded.view(requests, queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4)
@@ -113,6 +117,14 @@ def paged_tree_attention(
     return out if plan.padded_of is None else out[plan.padded_of]
 
 
+def _values(pages: Tensor, index: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The pages of an index, [..., page, Hkv, D]; e4m3 ones times their head's scale."""
+    if scales is None:
+        return pages[index]
+    stored = pages.view(torch.uint8)[index].view(pages.dtype)  # not every device indexes 8-bit floats
+    return (stored.float() * scales[:, None]).to(dtype)
+
+
 def append_kv(
     q: Tensor,
     k: Tensor,
@@ -124,16 +136,22 @@ def append_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Optional per-head norms, rotary embedding, and the paged write. Returns the rotated q.
 
     q [N, Hq, D], k and v [N, Hkv, D], k_pages and v_pages [P, page, Hkv, D] (written at batch.slot_mapping).
+    k_scale, v_scale [Hkv] float32, with float8_e4m3fn pages: values are divided by them, and limited to +-448.
     """
     if q_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     q, k = rope(q, batch.positions, cos_sin), rope(k, batch.positions, cos_sin)
-    k_pages.view(-1, *k_pages.shape[2:])[batch.slot_mapping] = k.to(k_pages.dtype)
-    v_pages.view(-1, *v_pages.shape[2:])[batch.slot_mapping] = v.to(v_pages.dtype)
+    for pages, new, scales in ((k_pages, k, k_scale), (v_pages, v, v_scale)):
+        if scales is not None:
+            new = (new.float() / scales[:, None]).clamp(-448, 448).to(pages.dtype).view(torch.uint8)
+            pages = pages.view(torch.uint8)
+        pages.view(-1, *pages.shape[2:])[batch.slot_mapping] = new.to(pages.dtype)
     return q
 
 
@@ -152,5 +170,6 @@ def commit_path(cache: KVCache, page_table: Tensor, context_lens: Tensor, path: 
     source = torch.where(keep, slots_of(page_table, (base + path.clamp(min=0)).clamp(max=last), size), scratch).flatten()
     target = torch.where(keep, slots_of(page_table, (base + steps).clamp(max=last), size), scratch).flatten()
     for pages in (cache.k, cache.v):
+        pages = pages.view(torch.uint8) if pages.element_size() == 1 else pages
         flat = pages.view(pages.shape[0], -1, *pages.shape[3:])
         flat[:, target] = flat[:, source]

@@ -20,10 +20,11 @@ Kernel = Callable[..., None]
 
 def choose(
     dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, mask: str, max_query_len: int,
-    softcap: bool = False,
+    softcap: bool = False, fp8: bool = False,
 ) -> Variant:
     """The variant for a shape. One tree of at most 64 rows (token * group) takes 64-row tiles: both warpgroups then
-    split the keys. Larger ones take 128 rows a CTA, and as many CTAs abreast as the rows need, up to 4.
+    split the keys. Larger ones take 128 rows a CTA, and as many CTAs abreast as the rows need, up to 4. fp8 (e4m3 keys
+    and values) takes 64 rows a CTA, up to 8 abreast.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"verify attention: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
@@ -35,13 +36,16 @@ def choose(
         raise KernelError(f"verify attention: page_size is {page_size}, allowed: 16, 32, 64, 128, {INSTEAD}")
     rows = max_query_len * heads // kv_heads
     constants = (str(dtype).removeprefix("torch."), head_dim, heads, kv_heads, page_size, mask)
-    if rows <= 64:
+    if fp8:
+        blocks = min(1 << max(-(-rows // 64) - 1, 0).bit_length(), 8)
+        tiles = {"rows": 64, "blocks": blocks, "tile_n": 64, "stages": 6}
+    elif rows <= 64:
         tiles = {"rows": 64, "tile_n": 64, "stages": 4 if head_dim == 128 else 8}
     else:
         blocks = min(-(-rows // 128), 4)
         blocks = 4 if blocks == 3 else blocks
         tiles = {"rows": 128, "blocks": blocks, "tile_n": 128, "stages": 3 if head_dim == 128 else 5}
-    return Variant(*constants, **tiles, softcap=softcap)
+    return Variant(*constants, **tiles, softcap=softcap, fp8=fp8)
 
 
 def variants_of(
@@ -137,12 +141,18 @@ def plan(
 
 
 def run(
-    kernel: Kernel, plan: Plan, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scale: float, softcap: float = 0.0
+    kernel: Kernel, plan: Plan, q: Tensor, k_pages: Tensor, v_pages: Tensor, out: Tensor, scale: float, softcap: float = 0.0,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q [N, Hq, D], k_pages and v_pages [P, page, Hkv, D] of one layer -> out [N, Hq, D]. Capturable."""
+    """q [N, Hq, D], k_pages and v_pages [P, page, Hkv, D] of one layer -> out [N, Hq, D]. Capturable.
+
+    k_scale, v_scale [Hkv] float32: with float8_e4m3fn pages.
+    """
+    if plan.variant.fp8:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     kernel(
         q, k_pages, v_pages, plan.page_table, plan.ancestors, plan.segments, out, plan.partial, plan.stats, scale, softcap,
-        int(plan.fresh),
+        int(plan.fresh), k_scale, v_scale,
     )
     plan.fresh = False
     return out
@@ -161,10 +171,14 @@ def append_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """The reference's `append_kv` by the compiled `AppendVariant`. q, k and v may be slices of one product. Capturable."""
+    if k_scale is not None:
+        k_pages, v_pages = k_pages.view(torch.uint8), v_pages.view(torch.uint8)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    kernel(q, k, v, k_pages, v_pages, slot_mapping, positions, cos_sin, q_norm, k_norm, out, eps)
+    kernel(q, k, v, k_pages, v_pages, slot_mapping, positions, cos_sin, q_norm, k_norm, out, eps, k_scale, v_scale)
     return out
 
 

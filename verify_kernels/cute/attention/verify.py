@@ -19,7 +19,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, Int64, Uint64, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, Uint64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from verify_kernels.cute.attention.schedule import RECORD
@@ -80,6 +80,7 @@ class VerifyAttention:
         tile_n: int,
         stages: int,
         softcap: bool,
+        fp8: bool,
     ) -> None:
         if head_dim not in (64, 128):
             raise ValueError(f"verify attention: head_dim is {head_dim}, allowed: 64, 128")
@@ -89,20 +90,22 @@ class VerifyAttention:
             raise ValueError(f"verify attention: heads / kv_heads is {heads} / {kv_heads}, allowed: an integer, 1 to 16")
         if mask not in MASKS:
             raise ValueError(f"verify attention: mask is {mask!r}, allowed: {', '.join(MASKS)}")
-        if rows not in (64, 128) or (rows == 64 and blocks != 1):
-            raise ValueError(f"verify attention: rows, blocks are {rows}, {blocks}, allowed: 64, 1 or 128, any")
+        if rows not in (64, 128) or (fp8 and rows != 64):
+            raise ValueError(f"verify attention: rows is {rows}, allowed: 64, or 128 with 16-bit keys and values")
         if rows == 64 and stages % 2:
             # A stage must belong to one warpgroup, or a fast warpgroup takes the phase before last for its own.
             raise ValueError(f"verify attention: stages is {stages}, allowed with 64 rows: an even number")
         self.dtype, self.head_dim, self.heads, self.kv_heads = dtype, head_dim, heads, kv_heads
         self.group = heads // kv_heads
-        self.page_size, self.mask, self.softcap = page_size, mask, softcap
+        self.page_size, self.mask, self.softcap, self.fp8 = page_size, mask, softcap, fp8
+        self.product = cutlass.Float16 if fp8 else dtype  # what the matrix units multiply: float16 holds every e4m3 value
         self.rows, self.blocks, self.tile_n, self.stages = rows, blocks, tile_n, stages
         self.alternate = rows == 64
         self.step = 2 if self.alternate else 1
         self.box = min(page_size, tile_n)
         self.boxes = tile_n // self.box
-        self.tile_bytes = tile_n * head_dim * dtype.width // 8
+        self.columns = head_dim if fp8 else 64  # of a box
+        self.tile_bytes = tile_n * head_dim * (1 if fp8 else 2)
 
     @cute.jit
     def __call__(
@@ -119,6 +122,8 @@ class VerifyAttention:
         scale: Float32,
         softcap: Float32,
         fresh: Int32,  # 1: the schedule may just have been made
+        k_scale: cute.Tensor | None,  # [Hkv] float32, with fp8
+        v_scale: cute.Tensor | None,  # [Hkv] float32, with fp8
         stream: Any,
     ) -> None:
         units = partial.shape[0] // (2 * self.blocks)
@@ -126,23 +131,27 @@ class VerifyAttention:
             (k_pages.shape[0] * self.page_size, self.head_dim, self.kv_heads),
             stride=(self.kv_heads * self.head_dim, 1, self.head_dim),
         )
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        kv_layout = cute.tile_to_shape(atom, (self.tile_n, self.head_dim, self.stages), (0, 1, 2))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.product)
+        # With fp8 the rings hold bytes, and each warpgroup has a 16-bit tile of K and of V of its own.
+        kv_layout = cute.tile_to_shape(atom, (self.tile_n, self.head_dim, 2 if self.fp8 else self.stages), (0, 1, 2))
         q_layout = cute.tile_to_shape(atom, (64, self.head_dim, self.rows // 64), (0, 1, 2))
-        box_layout = cute.tile_to_shape(atom, (self.box, 64), (0, 1))
+        if const_expr(self.fp8):
+            box_layout = cute.make_layout((self.box, self.head_dim), stride=(self.head_dim, 1))
+        else:
+            box_layout = cute.tile_to_shape(atom, (self.box, 64), (0, 1))
         load = cpasync.CopyBulkTensorTileG2SOp()
         k_atom, k_tma = cpasync.make_tiled_tma_atom(
-            load, cute.make_tensor(k_pages.iterator, layout), box_layout, (self.box, 64)
+            load, cute.make_tensor(k_pages.iterator, layout), box_layout, (self.box, self.columns)
         )
         v_atom, v_tma = cpasync.make_tiled_tma_atom(
-            load, cute.make_tensor(v_pages.iterator, layout), box_layout, (self.box, 64)
+            load, cute.make_tensor(v_pages.iterator, layout), box_layout, (self.box, self.columns)
         )
         major = warpgroup.OperandMajorMode
         mma_qk = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (64, self.tile_n)
+            self.product, self.product, major.K, major.K, Float32, (1, 1, 1), (64, self.tile_n)
         )
         mma_pv = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (64, self.head_dim),
+            self.product, self.product, major.K, major.MN, Float32, (1, 1, 1), (64, self.head_dim),
             warpgroup.OperandSource.RMEM,
         )
         log2_scale = scale * LOG2_E
@@ -152,7 +161,7 @@ class VerifyAttention:
             log2_scale = softcap * LOG2_E
         self.kernel(
             k_atom, k_tma, v_atom, v_tma, q, page_table, ancestors, segments, out, partial, stats, log2_scale, cap_scale,
-            fresh, q_layout, kv_layout, mma_qk, mma_pv,
+            fresh, k_scale, v_scale, q_layout, kv_layout, mma_qk, mma_pv,
         ).launch(
             grid=[units * self.blocks, 1, 1], block=[THREADS, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
@@ -180,6 +189,8 @@ class VerifyAttention:
         log2_scale: Float32,
         cap_scale: Float32,
         fresh: Int32,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         q_layout: cute.ComposedLayout,
         kv_layout: cute.ComposedLayout,
         mma_qk: cute.TiledMma,
@@ -195,9 +206,16 @@ class VerifyAttention:
         full_v = full_k + self.stages
         empty_k = full_k + 2 * self.stages
         empty_v = full_k + 3 * self.stages
-        s_q = smem.allocate_tensor(self.dtype, q_layout.outer, 1024, q_layout.inner)
-        s_k = smem.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
-        s_v = smem.allocate_tensor(self.dtype, kv_layout.outer, 1024, kv_layout.inner)
+        s_q = smem.allocate_tensor(self.product, q_layout.outer, 1024, q_layout.inner)
+        s_k = smem.allocate_tensor(self.product, kv_layout.outer, 1024, kv_layout.inner)
+        s_v = smem.allocate_tensor(self.product, kv_layout.outer, 1024, kv_layout.inner)
+        ring_k, ring_v = s_k, s_v
+        if const_expr(self.fp8):
+            ring = cute.make_layout(
+                (self.tile_n, self.head_dim, self.stages), stride=(self.head_dim, 1, self.tile_n * self.head_dim)
+            )
+            ring_k = smem.allocate_tensor(Uint8, ring, 1024)
+            ring_v = smem.allocate_tensor(Uint8, ring, 1024)
         exchange = None
         if const_expr(self.alternate):
             exchange = smem.allocate_tensor(Float32, cute.make_layout((WARPGROUP, self.head_dim // 2 + 4)), 16)
@@ -215,16 +233,17 @@ class VerifyAttention:
         cute.arch.sync_threads()
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(24)
+            cute.arch.setmaxregister_decrease(40)
             if warp == 0:
-                self.produce(k_atom, k_tma, s_k, full_k, empty_k, page_table, segments, unit, rank)
+                self.produce(k_atom, k_tma, ring_k, full_k, empty_k, page_table, segments, unit, rank)
             if warp == 1:
-                self.produce(v_atom, v_tma, s_v, full_v, empty_v, page_table, segments, unit, rank)
+                self.produce(v_atom, v_tma, ring_v, full_v, empty_v, page_table, segments, unit, rank)
         else:
-            cute.arch.setmaxregister_increase(240)
+            cute.arch.setmaxregister_increase(232)
             self.consume(
-                mma_qk, mma_pv, s_q, s_k, s_v, exchange, full_k, full_v, empty_k, empty_v, q, ancestors, segments,
-                out, partial, stats, log2_scale, cap_scale, unit, rank, thread - WARPGROUP,
+                mma_qk, mma_pv, s_q, s_k, s_v, ring_k, ring_v, exchange, full_k, full_v, empty_k, empty_v, q,
+                ancestors, segments, out, partial, stats, log2_scale, cap_scale, k_scale, v_scale, unit, rank,
+                thread - WARPGROUP,
             )
 
     @cute.jit
@@ -244,6 +263,17 @@ class VerifyAttention:
         return box
 
     @cute.jit
+    def last_key(self, own: Int32) -> Int32:
+        """Keys of a segment's request, from its fields by lane."""
+        context, first, q_len = (cute.arch.shuffle_sync(own, i) for i in (5, 13, 4))
+        return context + first + q_len
+
+    @cute.jit
+    def first_box(self, page_table: cute.Tensor, own: Int32, boxes: Int32) -> Int32:
+        request, tile = cute.arch.shuffle_sync(own, 0), cute.arch.shuffle_sync(own, 6)
+        return self.box_index(page_table, request, tile, self.last_key(own), boxes)
+
+    @cute.jit
     def produce(
         self,
         atom: cute.CopyAtom,
@@ -256,30 +286,37 @@ class VerifyAttention:
         unit: Int32,
         rank: Int32,
     ) -> None:
-        g_boxes = cute.flat_divide(tma, (self.box, 64))  # (box, 64, boxes, D/64, Hkv)
-        s_boxes = cute.flat_divide(s_tile, (self.box, 64))  # (box, 64, tile_n/box, D/64, stages)
+        g_boxes = cute.flat_divide(tma, (self.box, self.columns))  # (box, columns, boxes, D/columns, Hkv)
+        s_boxes = cute.flat_divide(s_tile, (self.box, self.columns))  # (box, columns, tile_n/box, D/columns, stages)
         t_s, t_g = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
         )
         total = cute.size(g_boxes, mode=[2])
-        segment_count = segments[unit, 11]
+        # Lane i holds field i of a segment: the next one, and its first pages, are read while this one's tiles are
+        # issued, so that the stream never waits for two reads in a row.
+        lane = cute.arch.lane_idx()
+        own = segments[unit, lane % RECORD]
+        segment_count, rest = cute.arch.shuffle_sync(own, 11), cute.arch.shuffle_sync(own, 12)
         count = Int32(0)
+        following = total
+        if segment_count > 0:
+            following = self.first_box(page_table, own, total)
         for n in cutlass.range(segment_count, unroll=1):
-            # Fields one by one: this warp has 24 registers.
-            at = unit
-            if n > 0:
-                at = segments[unit, 12] + n - 1
-            request, head, context, t0 = segments[at, 0], segments[at, 1], segments[at, 5], segments[at, 6]
-            q_len, t1 = segments[at, 4], segments[at, 7]
-            end = context + segments[at, 13] + q_len
+            request, head = cute.arch.shuffle_sync(own, 0), cute.arch.shuffle_sync(own, 1)
+            context, t0, t1 = (cute.arch.shuffle_sync(own, i) for i in (5, 6, 7))
+            end = self.last_key(own)
+            stop = t1
             if const_expr(self.blocks > 1):
-                if segments[at, 2] + rank * self.rows >= q_len * self.group:
-                    t1 = t0
-            following = self.box_index(page_table, request, t0, end, total)
-            for t in cutlass.range(t0, t1, unroll=1):
+                if cute.arch.shuffle_sync(own, 2) + rank * self.rows >= cute.arch.shuffle_sync(own, 4) * self.group:
+                    stop = t0
+            if n + 1 < segment_count:
+                own = segments[rest + n, lane % RECORD]
+            for t in cutlass.range(t0, stop, unroll=1):
                 boxes = following
-                if t + 1 < t1:
+                if t + 1 < stop:
                     following = self.box_index(page_table, request, t + 1, end, total)
+                elif n + 1 < segment_count:
+                    following = self.first_box(page_table, own, total)
                 stage, phase = count % self.stages, (count // self.stages) & 1
                 count += 1
                 if (t + 1) * self.tile_n > context:
@@ -289,10 +326,13 @@ class VerifyAttention:
                     cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.tile_bytes)
                 for i in cutlass.range_constexpr(self.boxes):
                     box = cute.arch.shuffle_sync(boxes, i)
-                    for c in cutlass.range_constexpr(self.head_dim // 64):
+                    for c in cutlass.range_constexpr(self.head_dim // self.columns):
                         cute.copy(
                             atom, t_g[None, box, c, head], t_s[None, i, c, stage], tma_bar_ptr=full + stage
                         )
+            if const_expr(self.blocks > 1):
+                if stop == t0 and n + 1 < segment_count:
+                    following = self.first_box(page_table, own, total)
 
     @cute.jit
     def consume(
@@ -302,6 +342,8 @@ class VerifyAttention:
         s_q: cute.Tensor,
         s_k: cute.Tensor,
         s_v: cute.Tensor,
+        ring_k: cute.Tensor,
+        ring_v: cute.Tensor,
         exchange: cute.Tensor | None,
         full_k: cute.Pointer,
         full_v: cute.Pointer,
@@ -315,6 +357,8 @@ class VerifyAttention:
         stats: cute.Tensor,
         log2_scale: Float32,
         cap_scale: Float32,
+        k_scale: cute.Tensor | None,
+        v_scale: cute.Tensor | None,
         unit: Int32,
         rank: Int32,
         thread: Int32,
@@ -333,7 +377,7 @@ class VerifyAttention:
         s_vt = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
         f_v = mma_pv.make_fragment_B(pv.partition_B(s_vt))
         acc_o = mma_pv.make_fragment_C(mma_pv.partition_shape_C((64, self.head_dim)))
-        f_p = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)), self.dtype)
+        f_p = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, self.tile_n // 16)), self.product)
         o = cute.make_tensor(acc_o.iterator, cute.make_layout((2, 2, self.head_dim // 8)))
         row_max = cute.make_rmem_tensor(2, Float32)
         row_sum = cute.make_rmem_tensor(2, Float32)
@@ -357,6 +401,9 @@ class VerifyAttention:
             q_start, q_len, context, t0, t1, slot = (record[i] for i in range(3, 9))
             first = record[13]
             query_rows = q_len * self.group
+            ahead = Int32(0)  # field `lane` of the next segment
+            if n + 1 < segment_count:
+                ahead = segments[rest + n, lane % RECORD]
             if const_expr(self.blocks > 1):
                 if row0 >= query_rows:  # this CTA's rows lie past the request's end
                     t1 = t0
@@ -373,6 +420,12 @@ class VerifyAttention:
                         words[i] = ancestors[q_start + token].to(Uint64) & own_bits
                 if const_expr(self.mask == "causal"):
                     limits[i] = first + cutlass.min(token + 1, q_len)
+            head_log2, head_cap = log2_scale, cap_scale
+            if const_expr(self.fp8):
+                if const_expr(self.softcap):
+                    head_cap = cap_scale * k_scale[head]
+                else:
+                    head_log2 = log2_scale * k_scale[head]
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             acc_o.fill(0.0)
@@ -388,12 +441,14 @@ class VerifyAttention:
                 stage, phase = index % self.stages, (index // self.stages) & 1
                 cute.arch.mbarrier_wait(full_k + stage, phase)
                 acc_s = mma_qk.make_fragment_C(mma_qk.partition_shape_C((64, self.tile_n)))
-                multiply(mma_qk, acc_s, f_q, f_k[None, None, None, stage], accumulate=False)
+                tile = self.expand(ring_k, s_k, stage, empty_k, wg, local)
+                multiply(mma_qk, acc_s, f_q, f_k[None, None, None, tile], accumulate=False)
                 warpgroup.wait_group(0)
-                self.release(empty_k + stage)
+                if const_expr(not self.fp8):
+                    self.release(empty_k + stage)
                 self.softmax(
                     acc_s, row_max, row_sum, keep, words, limits, start * self.tile_n - context, column,
-                    log2_scale, cap_scale, masked=True,
+                    head_log2, head_cap, masked=True,
                 )
                 self.round(acc_s, f_p)
 
@@ -406,42 +461,48 @@ class VerifyAttention:
                 middle = second + cutlass.max(clear - second + self.step - 1, 0) // self.step * self.step
                 for t in cutlass.range(second, middle, self.step, unroll=1):
                     self.next_tile(
-                        mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words,
-                        limits, full_k, full_v, empty_k, empty_v, wg, count + t - t0, t * self.tile_n - context,
-                        column, log2_scale, cap_scale, masked=False,
+                        mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words, limits,
+                        s_k, s_v, ring_k, ring_v, full_k, full_v, empty_k, empty_v, wg, local, count + t - t0, t * self.tile_n - context,
+                        column, head_log2, head_cap, masked=False,
                     )
                 for t in cutlass.range(middle, t1, self.step, unroll=1):
                     self.next_tile(
-                        mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words,
-                        limits, full_k, full_v, empty_k, empty_v, wg, count + t - t0, t * self.tile_n - context,
-                        column, log2_scale, cap_scale, masked=True,
+                        mma_qk, mma_pv, f_q, f_k, f_v, f_p, acc_o, o, row_max, row_sum, keep, words, limits,
+                        s_k, s_v, ring_k, ring_v, full_k, full_v, empty_k, empty_v, wg, local, count + t - t0, t * self.tile_n - context,
+                        column, head_log2, head_cap, masked=True,
                     )
 
+            if n + 1 < segment_count:
+                # The next segment's queries are on their way while this one ends and its results are stored.
+                for i in cutlass.range_constexpr(RECORD):
+                    record[i] = cute.arch.shuffle_sync(ahead, i)
+                self.read_queries(q, record, rank, thread, queries)
+            if start < t1:
                 final = start + (t1 - 1 - start) // self.step * self.step
                 index = count + final - t0
                 stage, phase = index % self.stages, (index // self.stages) & 1
                 cute.arch.mbarrier_wait(full_v + stage, phase)
+                tile = self.expand(ring_v, s_v, stage, empty_v, wg, local)
                 valid = context + first + q_len - final * self.tile_n
                 if valid < self.tile_n:
                     # The last page's unused slots may hold anything, and 0 * NaN is NaN.
-                    self.clear_tail(s_v, stage, valid, local)
+                    self.clear_tail(s_v, tile, valid, local)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.barrier(barrier_id=2 + wg, number_of_threads=WARPGROUP)
-                multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage], accumulate=True)
+                multiply(mma_pv, acc_o, f_p, f_v[None, None, None, tile], accumulate=True)
                 warpgroup.wait_group(0)
-                self.release(empty_v + stage)
+                if const_expr(not self.fp8):
+                    self.release(empty_v + stage)
             count += t1 - t0
 
-            if n + 1 < segment_count:
-                # The next segment's queries are on their way while this one's results are stored.
-                record.store(self.read_segment(segments, rest + n).load())
-                self.read_queries(q, record, rank, thread, queries)
             for i in cutlass.range_constexpr(2):
                 total = row_sum[i]
                 total += cute.arch.shuffle_sync_bfly(total, 1)
                 total += cute.arch.shuffle_sync_bfly(total, 2)
                 row_sum[i] = total
-                row_max[i] = row_max[i] * log2_scale
+                row_max[i] = row_max[i] * head_log2
+            if const_expr(self.fp8):
+                acc_o.store(acc_o.load() * v_scale[head])
             if const_expr(self.alternate):
                 self.merge(exchange, acc_o, o, row_max, row_sum, wg, local)
                 if wg == 0:
@@ -457,6 +518,37 @@ class VerifyAttention:
     def release(self, empty: cute.Pointer) -> None:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
+
+    @cute.jit
+    def expand(
+        self, ring: cute.Tensor, s_tile: cute.Tensor, stage: Int32, empty: cute.Pointer, wg: Int32, local: Int32
+    ) -> Int32:
+        """The tile of s_tile to multiply: with fp8 this warpgroup's own, filled from the ring's bytes, else the stage."""
+        tile = stage
+        if const_expr(self.fp8):
+            chunks = self.head_dim // 16
+            source = cute.tiled_divide(ring, (1, 16))  # ((1, 16), tile_n, D/16, stages)
+            target = cute.tiled_divide(s_tile, (1, 8))  # ((1, 8), tile_n, D/8, 2)
+            steps = self.tile_n * chunks // WARPGROUP
+            raw = cute.make_rmem_tensor(cute.make_layout((16, steps)), Uint8)
+            for i in cutlass.range_constexpr(steps):
+                at = i * WARPGROUP + local
+                cute.autovec_copy(source[(0, None), at // chunks, at % chunks, stage], raw[None, i])
+            wide = cute.make_rmem_tensor(cute.make_layout((8, 2)), self.product)
+            # No warp of the group may still multiply the tile before.
+            cute.arch.barrier(barrier_id=2 + wg, number_of_threads=WARPGROUP)
+            for i in cutlass.range_constexpr(steps):
+                at = i * WARPGROUP + local
+                bytes_ = cute.make_tensor(raw[None, i].iterator, cute.make_layout(16))
+                values = cute.recast_tensor(bytes_, cutlass.Float8E4M3FN)
+                cute.make_tensor(wide.iterator, cute.make_layout(16)).store(values.load().to(self.product))
+                for half in cutlass.range_constexpr(2):
+                    cute.autovec_copy(wide[None, half], target[(0, None), at // chunks, 2 * (at % chunks) + half, wg])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=2 + wg, number_of_threads=WARPGROUP)
+            self.release(empty + stage)
+            tile = wg
+        return tile
 
     @cute.jit
     def read_queries(self, q: cute.Tensor, record: cute.Tensor, rank: Int32, thread: Int32, values: cute.Tensor) -> None:
@@ -476,7 +568,12 @@ class VerifyAttention:
         s_rows = cute.tiled_divide(s_q, (1, 8))  # ((1, 8), 64, D/8, rows/64)
         for i in cutlass.range_constexpr(self.rows * chunks // CONSUMERS):
             r = (i * CONSUMERS + thread) // chunks
-            cute.autovec_copy(values[None, i], s_rows[(0, None), r % 64, thread % chunks, r // 64])
+            if const_expr(self.product is not self.dtype):
+                narrow = cute.make_rmem_tensor(8, self.product)
+                narrow.store(values[None, i].load().to(Float32).to(self.product))
+                cute.autovec_copy(narrow, s_rows[(0, None), r % 64, thread % chunks, r // 64])
+            else:
+                cute.autovec_copy(values[None, i], s_rows[(0, None), r % 64, thread % chunks, r // 64])
 
     @cute.jit
     def next_tile(
@@ -494,11 +591,16 @@ class VerifyAttention:
         keep: cute.Tensor,
         words: cute.Tensor,
         limits: cute.Tensor,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        ring_k: cute.Tensor,
+        ring_v: cute.Tensor,
         full_k: cute.Pointer,
         full_v: cute.Pointer,
         empty_k: cute.Pointer,
         empty_v: cute.Pointer,
         wg: Int32,
+        local: Int32,
         index: Int32,
         relative: Int32,
         column: Int32,
@@ -515,18 +617,22 @@ class VerifyAttention:
         if const_expr(not self.alternate):
             # Warpgroups take turns at the matrix units, so that one's softmax runs beside the other's products.
             cute.arch.barrier(barrier_id=4 + wg, number_of_threads=CONSUMERS)
-        multiply(mma_qk, acc_s, f_q, f_k[None, None, None, stage], accumulate=False)
+        tile = self.expand(ring_k, s_k, stage, empty_k, wg, local)
+        multiply(mma_qk, acc_s, f_q, f_k[None, None, None, tile], accumulate=False)
         cute.arch.mbarrier_wait(full_v + stage_v, phase_v)
-        multiply(mma_pv, acc_o, f_p, f_v[None, None, None, stage_v], accumulate=True)
+        tile = self.expand(ring_v, s_v, stage_v, empty_v, wg, local)
+        multiply(mma_pv, acc_o, f_p, f_v[None, None, None, tile], accumulate=True)
         if const_expr(not self.alternate):
             cute.arch.barrier_arrive(barrier_id=5 - wg, number_of_threads=CONSUMERS)
         warpgroup.wait_group(1)
-        self.release(empty_k + stage)
+        if const_expr(not self.fp8):
+            self.release(empty_k + stage)
         self.softmax(
             acc_s, row_max, row_sum, keep, words, limits, relative, column, log2_scale, cap_scale, masked=masked
         )
         warpgroup.wait_group(0)
-        self.release(empty_v + stage_v)
+        if const_expr(not self.fp8):
+            self.release(empty_v + stage_v)
         # The maximum seldom rises once a few tiles are in.
         if cute.arch.vote_any_sync(keep[0] < 1.0 or keep[1] < 1.0):
             for b in cutlass.range_constexpr(self.head_dim // 8):
@@ -538,7 +644,7 @@ class VerifyAttention:
     @cute.jit
     def round(self, acc_s: cute.Tensor, f_p: cute.Tensor) -> None:
         """Probabilities to the input type. The C layout of wgmma is the A layout of the next product, in order."""
-        cute.make_tensor(f_p.iterator, acc_s.layout).store(acc_s.load().to(self.dtype))
+        cute.make_tensor(f_p.iterator, acc_s.layout).store(acc_s.load().to(self.product))
 
     @cute.jit
     def softmax(
@@ -606,7 +712,7 @@ class VerifyAttention:
     def clear_tail(self, s_v: cute.Tensor, stage: Int32, valid: Int32, local: Int32) -> None:
         chunks = self.head_dim // 8
         rows = cute.tiled_divide(s_v, (1, 8))  # ((1, 8), tile_n, D/8, stages)
-        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros = cute.make_rmem_tensor(8, self.product)
         zeros.fill(0.0)
         for r in cutlass.range(valid + local // chunks, self.tile_n, WARPGROUP // chunks, unroll=1):
             cute.autovec_copy(zeros, rows[(0, None), r, local % chunks, stage])
