@@ -23,6 +23,7 @@ SHIPPED = [
     choose(torch.bfloat16, 128, 32, 8, 16, "tree", 16),
     choose(torch.bfloat16, 128, 32, 8, 16, "tree", 64),
     choose(torch.float16, 64, 14, 2, 32, "causal", 300),
+    choose(torch.bfloat16, 128, 32, 8, 16, "tree", 16, fp8=True),
 ]
 
 

@@ -76,6 +76,8 @@ def paged_tree_attention(
     mask: str = "tree",
     softcap: float = 0.0,
     window: int = 0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `verify_kernels.reference.attention.paged_tree_attention`. Raises IndexError on a page outside the cache."""
     plan = batch.plan
@@ -88,8 +90,9 @@ def paged_tree_attention(
         if isinstance(plan, AttentionPlan):
             batch, mask, window = replace(batch, plan=None), plan.mask, plan.window
         return reference.paged_tree_attention(
-            q, k_pages, v_pages, batch, scale=scale, mask=mask, softcap=softcap, window=window
-        )
+            q, k_pages, v_pages, batch, scale=scale, mask=mask, softcap=softcap, window=window,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
     (n, heads, dim), (pages, page_size, kv_heads, _) = q.shape, k_pages.shape
     if plan is None:
         plan = plan_attention(batch, page_size, mask=mask, window=window)

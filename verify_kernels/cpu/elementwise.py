@@ -78,6 +78,8 @@ def append_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `verify_kernels.reference.attention.append_kv`. q, k and v may be slices of one [N, (Hq + 2 Hkv) D] product.
 
@@ -92,7 +94,9 @@ def append_kv(
         or cos_sin.shape[1] != dim
         or not (cos_sin.is_contiguous() and k_pages.is_contiguous() and v_pages.is_contiguous())
     ):
-        return reference_attention.append_kv(q, k, v, k_pages, v_pages, batch, cos_sin, q_norm, k_norm, eps)
+        return reference_attention.append_kv(
+            q, k, v, k_pages, v_pages, batch, cos_sin, q_norm, k_norm, eps, k_scale, v_scale
+        )
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == dim else t.contiguous() for t in (q, k, v))
     norms = tuple(t.contiguous() for t in norms)
     slots, positions = batch.slot_mapping.contiguous(), batch.positions.contiguous()

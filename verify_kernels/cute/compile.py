@@ -222,7 +222,7 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
         shape = (pages, size(), variant.kv_heads, variant.head_dim)
         row = variant.kv_heads * variant.head_dim
         stored = cutlass.Uint8 if variant.fp8 else dtype
-        stride = (cute.sym_int64(divisibility=16), row, variant.head_dim, 1)
+        stride = (cute.sym_int64(divisibility=16 if variant.fp8 else 8), row, variant.head_dim, 1)
         cache = make_fake_tensor(stored, shape, stride, assumed_align=16)
         scales = fake(f32, variant.kv_heads) if variant.fp8 else None
         index = fake(cutlass.Int64, tokens)

@@ -84,8 +84,9 @@ class AppendKV:
             elif head < self.heads + self.kv_heads:
                 h = head - self.heads
                 scale = k_scale[h] if const_expr(self.fp8) else None
-                target = k_pages[page, offset, h, None]
-                self.rotate(k[token, h, None], target, positions[token], cos_sin, k_norm, eps, scale)
+                self.rotate(
+                    k[token, h, None], k_pages[page, offset, h, None], positions[token], cos_sin, k_norm, eps, scale
+                )
             else:
                 h = head - self.heads - self.kv_heads
                 width = self.head_dim // 32
@@ -93,7 +94,8 @@ class AppendKV:
                 values = cute.make_rmem_tensor(width, self.dtype)
                 cute.autovec_copy(cute.tiled_divide(v[token, h, None], (width,))[None, lane], values)
                 target = v_pages[page, offset, h, None]
-                self.write(values, cute.tiled_divide(target, (width,))[None, lane], v_scale[h] if const_expr(self.fp8) else None)
+                scale = v_scale[h] if const_expr(self.fp8) else None
+                self.write(values, cute.tiled_divide(target, (width,))[None, lane], scale)
 
     @cute.jit
     def rotate(

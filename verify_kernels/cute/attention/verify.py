@@ -233,13 +233,13 @@ class VerifyAttention:
         cute.arch.sync_threads()
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(40)
+            cute.arch.setmaxregister_decrease(24)
             if warp == 0:
                 self.produce(k_atom, k_tma, ring_k, full_k, empty_k, page_table, segments, unit, rank)
             if warp == 1:
                 self.produce(v_atom, v_tma, ring_v, full_v, empty_v, page_table, segments, unit, rank)
         else:
-            cute.arch.setmaxregister_increase(232)
+            cute.arch.setmaxregister_increase(240)
             self.consume(
                 mma_qk, mma_pv, s_q, s_k, s_v, ring_k, ring_v, exchange, full_k, full_v, empty_k, empty_v, q,
                 ancestors, segments, out, partial, stats, log2_scale, cap_scale, k_scale, v_scale, unit, rank,
@@ -263,17 +263,6 @@ class VerifyAttention:
         return box
 
     @cute.jit
-    def last_key(self, own: Int32) -> Int32:
-        """Keys of a segment's request, from its fields by lane."""
-        context, first, q_len = (cute.arch.shuffle_sync(own, i) for i in (5, 13, 4))
-        return context + first + q_len
-
-    @cute.jit
-    def first_box(self, page_table: cute.Tensor, own: Int32, boxes: Int32) -> Int32:
-        request, tile = cute.arch.shuffle_sync(own, 0), cute.arch.shuffle_sync(own, 6)
-        return self.box_index(page_table, request, tile, self.last_key(own), boxes)
-
-    @cute.jit
     def produce(
         self,
         atom: cute.CopyAtom,
@@ -292,31 +281,24 @@ class VerifyAttention:
             atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
         )
         total = cute.size(g_boxes, mode=[2])
-        # Lane i holds field i of a segment: the next one, and its first pages, are read while this one's tiles are
-        # issued, so that the stream never waits for two reads in a row.
-        lane = cute.arch.lane_idx()
-        own = segments[unit, lane % RECORD]
-        segment_count, rest = cute.arch.shuffle_sync(own, 11), cute.arch.shuffle_sync(own, 12)
+        segment_count = segments[unit, 11]
         count = Int32(0)
-        following = total
-        if segment_count > 0:
-            following = self.first_box(page_table, own, total)
         for n in cutlass.range(segment_count, unroll=1):
-            request, head = cute.arch.shuffle_sync(own, 0), cute.arch.shuffle_sync(own, 1)
-            context, t0, t1 = (cute.arch.shuffle_sync(own, i) for i in (5, 6, 7))
-            end = self.last_key(own)
-            stop = t1
+            # Fields one by one: this warp has 24 registers.
+            at = unit
+            if n > 0:
+                at = segments[unit, 12] + n - 1
+            request, head, context, t0 = segments[at, 0], segments[at, 1], segments[at, 5], segments[at, 6]
+            q_len, t1 = segments[at, 4], segments[at, 7]
+            end = context + segments[at, 13] + q_len
             if const_expr(self.blocks > 1):
-                if cute.arch.shuffle_sync(own, 2) + rank * self.rows >= cute.arch.shuffle_sync(own, 4) * self.group:
-                    stop = t0
-            if n + 1 < segment_count:
-                own = segments[rest + n, lane % RECORD]
-            for t in cutlass.range(t0, stop, unroll=1):
+                if segments[at, 2] + rank * self.rows >= q_len * self.group:
+                    t1 = t0
+            following = self.box_index(page_table, request, t0, end, total)
+            for t in cutlass.range(t0, t1, unroll=1):
                 boxes = following
-                if t + 1 < stop:
+                if t + 1 < t1:
                     following = self.box_index(page_table, request, t + 1, end, total)
-                elif n + 1 < segment_count:
-                    following = self.first_box(page_table, own, total)
                 stage, phase = count % self.stages, (count // self.stages) & 1
                 count += 1
                 if (t + 1) * self.tile_n > context:
@@ -330,9 +312,6 @@ class VerifyAttention:
                         cute.copy(
                             atom, t_g[None, box, c, head], t_s[None, i, c, stage], tma_bar_ptr=full + stage
                         )
-            if const_expr(self.blocks > 1):
-                if stop == t0 and n + 1 < segment_count:
-                    following = self.first_box(page_table, own, total)
 
     @cute.jit
     def consume(
@@ -401,9 +380,6 @@ class VerifyAttention:
             q_start, q_len, context, t0, t1, slot = (record[i] for i in range(3, 9))
             first = record[13]
             query_rows = q_len * self.group
-            ahead = Int32(0)  # field `lane` of the next segment
-            if n + 1 < segment_count:
-                ahead = segments[rest + n, lane % RECORD]
             if const_expr(self.blocks > 1):
                 if row0 >= query_rows:  # this CTA's rows lie past the request's end
                     t1 = t0
@@ -472,12 +448,6 @@ class VerifyAttention:
                         column, head_log2, head_cap, masked=True,
                     )
 
-            if n + 1 < segment_count:
-                # The next segment's queries are on their way while this one ends and its results are stored.
-                for i in cutlass.range_constexpr(RECORD):
-                    record[i] = cute.arch.shuffle_sync(ahead, i)
-                self.read_queries(q, record, rank, thread, queries)
-            if start < t1:
                 final = start + (t1 - 1 - start) // self.step * self.step
                 index = count + final - t0
                 stage, phase = index % self.stages, (index // self.stages) & 1
@@ -495,6 +465,10 @@ class VerifyAttention:
                     self.release(empty_v + stage)
             count += t1 - t0
 
+            if n + 1 < segment_count:
+                # The next segment's queries are on their way while this one's results are stored.
+                record.store(self.read_segment(segments, rest + n).load())
+                self.read_queries(q, record, rank, thread, queries)
             for i in cutlass.range_constexpr(2):
                 total = row_sum[i]
                 total += cute.arch.shuffle_sync_bfly(total, 1)
