@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from importlib.metadata import PackagePath
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,40 @@ def test_cache_key_follows_the_sources(tmp_path, monkeypatch):
     assert kernels.library(SHIPPED[0], tmp_path) != first
     monkeypatch.undo()
     kernels.fingerprint.cache_clear()
+
+
+class Package:
+    """What importlib.metadata says of one installed package."""
+
+    def __init__(self, name: str, folder: Path, sizes: dict[str, int]) -> None:
+        self.metadata, self.folder = {"Name": name}, folder
+        self.files = []
+        for file, size in sizes.items():
+            entry = PackagePath(file)
+            entry.size = size
+            self.files.append(entry)
+
+    def locate_file(self, file: PackagePath) -> Path:
+        return self.folder / file
+
+
+def test_an_install_whose_packages_overwrote_each_other_is_named(tmp_path, monkeypatch):
+    def install(*packages: Package) -> None:
+        monkeypatch.setattr(kernels.importlib.metadata, "distributions", lambda: packages)
+
+    install(Package("numpy", tmp_path, {"gone.py": 3}))
+    with pytest.raises(KernelError, match="nvidia-cutlass-dsl: not installed"):
+        kernels.check_install()
+    (tmp_path / "libdsl.so").write_bytes(b"cu13 file")
+    new = Package("nvidia-cutlass-dsl-libs-cu13", tmp_path, {"libdsl.so": 9})
+    install(new)
+    kernels.check_install()
+    install(new, Package("nvidia-cutlass-dsl-libs-cu12", tmp_path, {"libdsl.so": 7}))
+    with pytest.raises(KernelError, match=r"libs-cu12: found 9 bytes in libdsl.so, expected 7; .*uninstall -y .*cu12 .*cu13"):
+        kernels.check_install()
+    (tmp_path / "libdsl.so").unlink()
+    with pytest.raises(KernelError, match=r"libs-cu13: found nothing in libdsl.so, expected 9"):
+        kernels.check_install()
 
 
 def test_build_reuses_what_the_folder_holds(tmp_path, monkeypatch):
