@@ -178,7 +178,7 @@ def _folder_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # whatever a tokenizer's files may break: the library has no error of its own
         why = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{folder}: tokenizer: cannot be loaded ({type(error).__name__}: {why})") from None
@@ -190,8 +190,8 @@ def _gguf_tokenizer(path: Path, cached: bool) -> PreTrainedTokenizerBase:
 
     folder = path.parent / "tokenizer"
     if cached and (folder / "complete").is_file():
-        return AutoTokenizer.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     if cached:
         tokenizer.save_pretrained(folder)
         (folder / "complete").write_text(f"{os.path.getsize(path)}\n")
