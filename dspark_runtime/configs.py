@@ -9,7 +9,8 @@ import yaml
 
 from drafters.topology import TreeSpec
 from dspark_runtime.errors import ConfigError
-from dspark_runtime.models.config import ModelConfig, checked
+from dspark_runtime.models.config import ModelConfig
+from dspark_runtime.validation import checked
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 
@@ -54,7 +55,7 @@ def load_model_config(name: str | Path) -> ModelConfig:
     path = find("models", str(name))
     values = read_yaml(path)
     values.pop("source", None)
-    return checked(values, str(path))
+    return checked(ModelConfig, values, str(path))
 
 
 def load_tree(name: str | Path) -> TreeSpec:

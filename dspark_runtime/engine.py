@@ -7,10 +7,12 @@ from a verify step. The device state of running request i lives in row i of the 
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -169,7 +171,10 @@ class Engine:
     def submit(self, prompt_token_ids: Sequence[int], params: SamplingParams | None = None) -> int:
         """Queue a request; returns its id. Raises RequestError for what this request cannot have."""
         params = params or SamplingParams()
-        prompt = [int(t) for t in prompt_token_ids]
+        try:
+            prompt = [operator.index(t) for t in prompt_token_ids]
+        except TypeError as error:
+            raise RequestError(f"prompt: {error}, allowed: a list of token ids") from None
         vocab = self.model.vocab_size
         if not prompt:
             raise RequestError("prompt: found no tokens, allowed: at least 1")
@@ -217,22 +222,29 @@ class Engine:
     ) -> list[RequestOutput]:
         """Run prompts to their ends; outputs come in the prompts' order. A bad prompt gives an output with `error`."""
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"params: found {len(each)} for {len(prompts)} prompts, allowed: one for all or one each")
         final: dict[int, RequestOutput] = {}
         order: list[int] = []
-        for prompt, p in zip(prompts, each, strict=True):
+        seen: dict[int, RequestOutput] = {}
+        for prompt, p in zip(prompts, each):
             try:
                 order.append(self.submit(prompt, p))
             except RequestError as error:
                 request_id, self._next_id = self._next_id, self._next_id + 1
                 order.append(request_id)
-                final[request_id] = RequestOutput(
-                    request_id, len(prompt), [], [], None, "error", str(error), None, 0, 0, 0
-                )
+                length = len(prompt) if hasattr(prompt, "__len__") else 0
+                final[request_id] = RequestOutput(request_id, length, [], [], None, "error", str(error), None, 0, 0, 0)
         while self.has_work:
             outputs = self.step()
+            seen.update((o.request_id, o) for o in outputs)
             if on_step is not None:
                 on_step(outputs)
             final.update((o.request_id, o) for o in outputs if o.finish_reason)
+        for i, prompt in zip(order, prompts):
+            if i not in final:  # `on_step` aborted it
+                last = seen.get(i, RequestOutput(i, len(prompt), [], [], None, None, None, None, 0, 0, 0))
+                final[i] = replace(last, new_token_ids=[], finish_reason="abort")
         return [final[i] for i in order]
 
     # ------------------------------------------------------------------ the step
@@ -249,6 +261,8 @@ class Engine:
                 f"spec: found {spec.num_nodes} nodes of depth {spec.depth}, allowed: at most the configured "
                 f"{self.spec.num_nodes} of depth {self.spec.depth}"
             )
+        if spec is not None and not spec.is_chain and self.drafter is not None and not self.drafter.can_tree:
+            raise ConfigError(f"spec: {self.drafter.name} drafts chains only")
         if spec is not None and not spec.is_chain and acceptance.RULES[self._rule].needs_chain:
             raise ConfigError(f"spec: found a tree that branches with the rule {self._rule!r}, allowed: chains")
         self._admit()
@@ -446,6 +460,20 @@ class Engine:
                 return
             self._preempt_newest()
 
+    def _reader(self, request: Request) -> Callable[[list[int]], str] | None:
+        """The caller's detokenizer, whose failure ends this request alone."""
+        if self.detokenize is None:
+            return None
+
+        def read(tokens: list[int]) -> str:
+            try:
+                return self.detokenize(tokens)
+            except Exception as error:  # a function of the caller's: anything may come out of it
+                request.error = f"detokenize: {type(error).__name__}: {error}"
+                return ""
+
+        return read
+
     def _collect(
         self, packed: list[list[int]], logprobs: tuple[Tensor, Tensor, Tensor] | None, context: int
     ) -> tuple[list[RequestOutput], StepRecord]:
@@ -457,6 +485,7 @@ class Engine:
         for row, (request, line) in enumerate(zip(running, packed)):
             emitted, nodes, broken, bad_draft = line[-4:]
             new: list[int] = []
+            read = self._reader(request)
             if broken:
                 request.error = f"logits: found NaN or infinity at output token {len(request.output)}"
             elif bad_draft >= 0:
@@ -464,7 +493,7 @@ class Engine:
                     f"draft: found token id {bad_draft}, allowed: 0 to {self.model.vocab_size - 1} (the target's vocabulary)"
                 )
             else:
-                new = request.accept(line[:emitted], self.detokenize)
+                new = request.accept(line[:emitted], read)
                 request.num_steps += 1
                 request.num_drafted += nodes - 1
                 request.num_accepted += emitted - 1
@@ -476,11 +505,13 @@ class Engine:
                 record.accepted.append(emitted - 1)
                 record.emitted.append(len(new))
             record.verified_tokens += nodes
+            output = request.report(new, read)
             if request.error:
-                request.finish_reason = "error"
+                request.finish_reason = output.finish_reason = "error"
+                output.error = request.error
             if request.finish_reason:
                 ended.append(row)
-            outputs.append(request.report(new, self.detokenize))
+            outputs.append(output)
         for row in sorted(ended, reverse=True):
             self._release(row)
         return outputs, record

@@ -137,7 +137,8 @@ def bench(
 ) -> None:
     """Tokens/s of plain and speculative decoding, at real or fixed acceptance length.
 
-    Without options: SmolLM2 with the n-gram drafter, real acceptance and a synthetic length.
+    Without any option: SmolLM2 with the n-gram drafter, real acceptance and a synthetic length, 1 and 4 requests. Any
+    option replaces that recipe; what is not given then takes its own default.
     """
     flags = dict(
         target=target,
@@ -286,6 +287,8 @@ def check(
         raise DsparkError(f"num_speculative_tokens: found {k}, allowed: one number from 1 to 63")
     if settings.drafter == "none":
         raise DsparkError("drafter: found none, allowed: the drafter to check")
+    if not tolerance >= 0:
+        raise DsparkError(f"tolerance: found {tolerance}, allowed: 0 or more")
 
     from eval.check import check as run_check
 
@@ -388,7 +391,7 @@ def config(file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point: every error that a user can act on is one line on stderr and exit code 2."""
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = app(arguments, standalone_mode=False, obj=shlex.join(["dspark", *arguments]))
     except DsparkError as error:

@@ -8,7 +8,6 @@ engine: batch layout, acceptance, commit, records, stop rules. The real step has
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -103,7 +102,7 @@ def main(
     from drafters.tree import TreeSpec
     from dspark_runtime.configs import load_tree
     from dspark_runtime.targets import load_target
-    from eval.environment import environment
+    from eval.environment import write_result
 
     torch.set_num_threads(threads)
     real = load_target("smollm2", dtype="bfloat16", device="cpu").model
@@ -129,15 +128,8 @@ def main(
         )
     Console().print(table)
     if json_file:
-        result = {
-            "schema_version": 1,
-            "command": f"python -m eval.engine_overhead --threads {threads} --steps {steps}",
-            "environment": environment(torch.device("cpu"), 0) | {"threads": threads},
-            "seed": 0,
-            "results": rows,
-        }
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        command = f"python -m eval.engine_overhead --threads {threads} --steps {steps}"
+        write_result(json_file, command, rows, threads=threads)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -82,6 +83,16 @@ def cpu_kernels() -> str | None:
 
     status = getattr(cpu, "status", None)
     return str(status()) if status is not None else None
+
+
+def write_result(path: Path, command: str, rows: list[dict[str, object]], **extra: object) -> None:
+    """A result of a CPU benchmark that is no bench run: command, environment (extra included), seed 0, rows."""
+    import torch
+
+    facts = environment(torch.device("cpu"), 0) | extra
+    result = {"schema_version": 1, "command": command, "environment": facts, "seed": 0, "results": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def environment(

@@ -15,12 +15,12 @@ from dspark_runtime.cost.facts import (
     Sourced,
     Strict,
     Weights,
-    checked,
     load_architecture,
     load_hardware,
 )
 from dspark_runtime.cost.routing import Routing
 from dspark_runtime.cost.step import Load, Parallelism
+from dspark_runtime.validation import checked
 
 STEP_METRICS = ("output_throughput", "output_throughput_per_user", "tpot_ms", "step_ms")
 

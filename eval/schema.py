@@ -20,6 +20,10 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+MAX_REQUESTS = 4096
+"""Requests at once that a run may ask for, and the longest range of numbers."""
+
+
 # ---------------------------------------------------------------------------------------------------- recipe
 
 
@@ -32,9 +36,10 @@ def int_list(value: object) -> object:
     out: list[int] = []
     for part in value.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and 0 <= int(last) - int(first) <= MAX_REQUESTS):
             raise ValueError(f"found {part.strip()!r}, allowed: numbers and ranges such as 0-7 or 1,8,32")
-        out += range(int(first), int(last if dash else first) + 1)
+        out += range(int(first), int(last) + 1)
     return list(dict.fromkeys(out))
 
 
@@ -70,9 +75,6 @@ def name_list(value: object) -> object:
 IntList = Annotated[list[int], BeforeValidator(int_list)]
 FloatList = Annotated[list[float], BeforeValidator(float_list)]
 NameList = Annotated[list[str], BeforeValidator(name_list)]
-
-
-MAX_REQUESTS = 4096
 
 
 class BenchConfig(Strict):
@@ -164,6 +166,8 @@ class BenchConfig(Strict):
         ]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: found together with {given[0]}, allowed: one of them")
+        if self.synthetic_acceptance_law != "min_variance" and given != ["acceptance_length"]:
+            raise ValueError("synthetic_acceptance_law: found without an acceptance_length, allowed: with one")
         if self.prompts is not None and self.context_len is not None:
             raise ValueError("context_len: found together with prompts, allowed: one of them")
         return self

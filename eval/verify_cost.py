@@ -9,7 +9,6 @@ peer is transformers' own decode step with a dynamic cache, cropped back after e
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -115,7 +114,7 @@ def main(
     from rich.table import Table
 
     from dspark_runtime.targets import load_target
-    from eval.environment import environment
+    from eval.environment import write_result
 
     torch.set_num_threads(threads)
     with torch.inference_mode():
@@ -139,15 +138,7 @@ def main(
     Console().print(table)
     if json_file:
         command = f"python -m eval.verify_cost --threads {threads} --context {context} --rounds {rounds}"
-        result = {
-            "schema_version": 1,
-            "command": command,
-            "environment": environment(torch.device("cpu"), 0) | {"threads": threads},
-            "seed": 0,
-            "results": rows,
-        }
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(json_file, command, rows, threads=threads)
 
 
 if __name__ == "__main__":

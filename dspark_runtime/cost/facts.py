@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dspark_runtime.configs import find, load_model_config, read_yaml
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.validation import checked
 
 Status = Literal["official", "measured", "secondary", "inferred", "unresolved"]
 Precision = Literal["fp32", "bf16", "fp8", "mxfp4", "nvfp4"]
@@ -490,25 +491,6 @@ class Hardware(Sourced):
 
 
 # ------------------------------------------------------------------------------------------------ loading, errors
-
-T = TypeVar("T", bound=BaseModel)
-
-
-def checked(kind: type[T], values: dict[str, Any], where: str) -> T:
-    """A validated file of facts, or a ConfigError of one line that names the file and the field."""
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "missing":
-            message = "missing"
-        elif first["type"] == "extra_forbidden":
-            message = "unknown field"
-        elif first["type"] != "value_error":
-            message = f"found {first['input']!r}, allowed: {message[0].lower()}{message[1:]}"
-        raise ConfigError(": ".join(part for part in (where, field, message) if part)) from None
 
 
 def is_facts(name: str | Path) -> bool:

@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from pydantic import Field, model_validator
 
 from dspark_runtime.configs import find, read_yaml
-from dspark_runtime.cost.facts import BYTES, Precision, Sourced, Strict, checked
+from dspark_runtime.cost.facts import BYTES, Precision, Sourced, Strict
+from dspark_runtime.validation import checked
 from dspark_runtime.cost.routing import interpolate
 
 

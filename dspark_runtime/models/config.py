@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.validation import checked
 from verify_kernels.rope import Rope, rope_values
 
 ARCHITECTURES = {
@@ -76,23 +77,6 @@ class ModelConfig(BaseModel):
         return (layer + 1) % self.decoder_sparse_step == 0
 
 
-def checked(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """A ModelConfig, or a ConfigError of one line that names `where` and the field."""
-    try:
-        return ModelConfig.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "missing":
-            message = "missing"
-        elif first["type"] == "extra_forbidden":
-            message = "unknown field"
-        elif first["type"] != "value_error":
-            message = f"found {first['input']!r}, allowed: {message[0].lower()}{message[1:]}"
-        raise ConfigError(": ".join(part for part in (where, field, message) if part)) from None
-
-
 def _refuse(found: Any, unsupported: bool, field: str, where: str, allowed: str) -> None:
     if unsupported:
         raise ConfigError(f"{where}: {field}: found {found!r}, allowed: {allowed}")
@@ -151,7 +135,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     ):
         if config.get(name) is not None:
             values[name] = config[name]
-    return checked(values, where)
+    return checked(ModelConfig, values, where)
 
 
 def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, where: str) -> ModelConfig:
@@ -197,4 +181,4 @@ def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, where: s
             "moe_intermediate_size": get("expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
-    return checked({k: v for k, v in values.items() if v is not None}, where)
+    return checked(ModelConfig, {k: v for k, v in values.items() if v is not None}, where)

@@ -418,3 +418,29 @@ def test_a_branching_tree_for_one_step_is_refused_by_a_chain_rule() -> None:
     e.submit([7], greedy(4))
     with pytest.raises(ConfigError, match="spec: found a tree that branches with the rule 'standard'"):
         e.step(TreeSpec((-1, 0, 0)))
+
+
+def test_a_detokenizer_that_fails_ends_its_request_alone() -> None:
+    def detokenize(ids: list[int]) -> str:
+        if len(ids) > 3 and ids[0] == other[0]:
+            raise KeyError("no such piece")
+        return " ".join(map(str, ids))
+
+    other = run(engine(), [8], greedy(8)).token_ids
+    e = engine(detokenize=detokenize)
+    kept, failed = e.generate([[7], [8]], greedy(8, stop=("never",)))
+    assert kept.token_ids == STREAM[:8] and kept.error is None
+    assert failed.finish_reason == "error" and failed.error == "detokenize: KeyError: 'no such piece'"
+    assert failed.token_ids == other[: len(failed.token_ids)] and all_free(e)
+
+
+def test_generate_answers_for_every_prompt() -> None:
+    e = engine()
+    bad = e.generate([[7], ["a"], 5, [1.5], [8]], greedy(3))
+    assert [o.finish_reason for o in bad] == ["length", "error", "error", "error", "length"]
+    assert all("prompt: " in o.error for o in bad[1:4]) and not e.has_work
+    aborted, whole = e.generate([[7], [8]], greedy(3), on_step=lambda outputs: e.abort(bad[-1].request_id + 1))
+    assert aborted.finish_reason == "abort" and whole.finish_reason == "length" and all_free(e)
+    with pytest.raises(RequestError, match="params: found 1 for 2 prompts"):
+        e.generate([[7], [8]], [greedy(3)])
+    assert not e.has_work

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from dspark_runtime.configs import find, names, read_yaml
-from dspark_runtime.cost.facts import checked, load_architecture, load_hardware
+from dspark_runtime.cost.facts import load_architecture, load_hardware
 from dspark_runtime.cost.kernels import Interval, Kernels, fit, load_kernels
 from dspark_runtime.cost.routing import Routing, inclusion, interpolate
 from dspark_runtime.cost.step import Load, Parallelism, cost_curve, prefill_ms, step_time, transfer_ms
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.validation import checked
 
 K3, DRAFTER, GB300 = load_architecture("kimi-k3"), load_architecture("kimi-k3-dspark-inferact"), load_hardware("gb300")
 

@@ -44,7 +44,7 @@ def test_ranges_and_lists() -> None:
     ("values", "line"),
     [
         (dict(num_requests="many"), "num_requests: found 'many', allowed: numbers and ranges such as 0-7 or 1,8,32"),
-        (dict(num_requests=[0]), "num_requests: found 0, allowed: 1 or more"),
+        (dict(num_requests=[0]), "num_requests: found 0, allowed: 1 to 4096"),
         (dict(num_speculative_tokens="64"), "num_speculative_tokens: found 64, allowed: 0 to 63"),
         (dict(acceptance_length="0.5"), "acceptance_length: found 0.5, allowed: 1 to 64 (the bonus token counts)"),
         (dict(acceptance_length="fast"), "acceptance_length: found 'fast', allowed: numbers separated by commas"),

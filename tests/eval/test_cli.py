@@ -284,6 +284,10 @@ def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "-k", "0"], "num_speculative_tokens: found 0, allowed: one number from 1 to 63"),
         (["check", "-k", "1-3"], "num_speculative_tokens: found 1-3, allowed: one number from 1 to 63"),
         (["check", "--drafter", "none"], "drafter: found none, allowed: the drafter to check"),
+        (["check", "--tolerance", "-1"], "tolerance: found -1.0, allowed: 0 or more"),
+        (["bench", "--al-law", "geometric"], "synthetic_acceptance_law: found without an acceptance_length"),
+        (["bench", "-k", "0-9999999999"], "found '0-9999999999', allowed: numbers and ranges"),
+        (["bench", "-k", "\u00b2"], "allowed: numbers and ranges"),
         (["bench", "-b", "100000000"], "num_requests: found 100000000, allowed: 1 to 4096"),
         (["bench", "--seed", "99999999999999999999999"], "seed: found"),
         (["bench", "--json", "."], "json: found '.', allowed: a file that can be written"),
@@ -375,6 +379,12 @@ def test_every_command_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[
         short = ["--tokens", "8", "--repeats", "2"] if arguments[0] == "bench" else []
         assert dspark(*arguments, *short) == 0, arguments
         assert capsys.readouterr().out
+
+
+def test_no_arguments_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark() == 0
+    out = capsys.readouterr().out
+    assert "bench" in out and out.count("\n") > 10
 
 
 def test_make_commands_of_the_readme_exist() -> None:

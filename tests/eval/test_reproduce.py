@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from dspark_runtime.configs import find, names, read_yaml
-from dspark_runtime.cost.facts import checked
+from dspark_runtime.validation import checked
 from dspark_runtime.errors import ConfigError
 from eval import reproduce
 from eval.cli import main

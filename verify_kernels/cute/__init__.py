@@ -17,6 +17,7 @@ from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
 from verify_kernels.errors import INSTEAD, KernelError
 
+
 def check_machine() -> None:
     """Raises KernelError where the kernels cannot run, with what would help."""
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()

@@ -1,0 +1,29 @@
+"""One line for what pydantic finds wrong in a file. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from dspark_runtime.errors import ConfigError
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """A validated `kind`, or a ConfigError of one line that names `where` and the field."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = "missing"
+        elif first["type"] == "extra_forbidden":
+            message = "unknown field"
+        elif first["type"] != "value_error":
+            message = f"found {first['input']!r}, allowed: {message[0].lower()}{message[1:]}"
+        raise ConfigError(": ".join(part for part in (where, field, message) if part)) from None
