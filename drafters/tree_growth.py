@@ -42,8 +42,8 @@ def grow(
 ) -> DraftTree:
     """The best tree of at most num_nodes nodes (root included) and depth levels, or the best path. Deterministic.
 
-    roots [R] int64; max_drafts [R] int64 limits each request's depth. The score of child x of token t at depth k is
-    q_k(x | t), the softmax over its candidates, and
+    roots [R] int64; max_drafts [R] int64 limits each request's depth. The tree's `confidence` is q, in a chain c where
+    there is one. The score of child x of token t at depth k is q_k(x | t), the softmax over its candidates, and
 
     - confidence "weight": times c_k(t), so that unsure levels lose nodes to sure ones;
     - "match": with q flattened or sharpened until its largest entry is c_k(t);
@@ -78,7 +78,7 @@ def grow(
             on = on & (repeats.tokens[:, None, :, k] == tokens[..., None])
         all_tokens.append(tokens)
         all_scores.append(scores)
-        all_steps.append(q.flatten(1).gather(1, where))
+        all_steps.append(sure if chain and sure is not None else q.flatten(1).gather(1, where))
         all_parents.append(base + parent)
         base = base + (1 if k == 0 else all_tokens[-2].shape[1])
     score, parents = torch.cat(all_scores, 1), torch.cat(all_parents, 1)

@@ -42,7 +42,8 @@ class Engine:
     max_prefill_tokens: prompt tokens of one prefill pass. rejection_sample_method: "auto" or a name of
     `acceptance.RULES`. synthetic: replaces the acceptance decision by a stated law. detokenize: needed for stop strings
     and for `RequestOutput.text`. cuda_graph: replay captured steps (CUDA only) where every request is greedy and none
-    asks for log-probabilities; other batches run the same step uncaptured.
+    asks for log-probabilities; other batches run the same step uncaptured. record_confidence: step records hold the
+    drafts' confidences, which costs one more read of the device a step.
 
     Raises ConfigError for what does not fit together.
     """
@@ -62,6 +63,7 @@ class Engine:
         synthetic: SyntheticLaw | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         cuda_graph: bool = False,
+        record_confidence: bool = False,
     ) -> None:
         for field, value in (
             ("max_num_requests", max_num_requests),
@@ -84,6 +86,7 @@ class Engine:
         self.max_model_len = max_model_len or limit
         self.max_prefill_tokens = max_prefill_tokens
         self.detokenize = detokenize
+        self.record_confidence = record_confidence
 
         width = -(-(self.max_model_len + MAX_NODES) // page_size)
         if num_pages is None:
@@ -439,8 +442,9 @@ class Engine:
             )
         else:
             result = run(self._timer.mark, longest)
-        packed = result.packed.tolist()  # the step's only read of the device
-        outputs, record = self._collect(packed, result.logprobs, context)
+        packed = result.packed.tolist()  # the step's only read of the device, but for what a caller asked to see
+        confidence = result.confidence.tolist() if self.record_confidence and result.confidence is not None else None
+        outputs, record = self._collect(packed, result.logprobs, confidence, context)
         record.ms = self._timer.finish()
         self.records.append(record)
         return outputs
@@ -475,11 +479,15 @@ class Engine:
         return read
 
     def _collect(
-        self, packed: list[list[int]], logprobs: tuple[Tensor, Tensor, Tensor] | None, context: int
+        self,
+        packed: list[list[int]],
+        logprobs: tuple[Tensor, Tensor, Tensor] | None,
+        confidence: list[list[float]] | None,
+        context: int,
     ) -> tuple[list[RequestOutput], StepRecord]:
         """Hand the step's tokens to their requests; end those that stop or are broken."""
         running = list(self._running)
-        record = StepRecord([], [], [], [], 0, context)
+        record = StepRecord([], [], [], [], 0, context, confidence=None if confidence is None else [])
         outputs: list[RequestOutput] = []
         ended: list[int] = []
         for row, (request, line) in enumerate(zip(running, packed)):
@@ -504,6 +512,8 @@ class Engine:
                 record.drafted.append(nodes - 1)
                 record.accepted.append(emitted - 1)
                 record.emitted.append(len(new))
+                if confidence is not None:
+                    record.confidence.append(confidence[row][1:nodes])
             record.verified_tokens += nodes
             output = request.report(new, read)
             if request.error:

@@ -12,7 +12,8 @@ class StepRecord:
     emitted and drafted are per request, in `request_ids` order. emitted counts the tokens that the step appended after
     all stops and limits (bonus or correction included); accepted counts the drafts that the acceptance rule took, before
     stops cut them. Milliseconds: draft, verify (forward, logits and arg-max), accept (rule, sampling, commit), other
-    (all host work of the step), total = their sum.
+    (all host work of the step), total = their sum. confidence (where the engine was asked for it, and the drafter states
+    one): of each request's drafts, in order, the estimated probability that it is accepted, given that its parent was.
     """
 
     request_ids: list[int]
@@ -23,6 +24,7 @@ class StepRecord:
     context_tokens: int
     ms: dict[str, float] = field(default_factory=dict)
     unique_experts: list[int] | None = None
+    confidence: list[list[float]] | None = None
 
     @property
     def num_requests(self) -> int:

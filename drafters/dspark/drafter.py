@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,7 @@ class BlockDrafter:
     grow: trees take their shape from the drafter's own probabilities, within the TreeSpec's nodes and depth; False: the
     TreeSpec's topology. Sampled trees always have the TreeSpec's. confidence, stop_below: see `tree_growth.grow`.
     suffix: so many earlier occurrences of the request's last tokens add children to grown trees (0: none).
+    temperatures: of each slot's confidence, see `drafters.dspark.calibration`; () leaves it as the head gives it.
     """
 
     can_sample = True
@@ -48,6 +50,7 @@ class BlockDrafter:
         confidence: Confidence = "off",
         stop_below: float = 0.0,
         suffix: int = 0,
+        temperatures: Sequence[float] = (),
     ) -> None:
         c = self.config = network.config
         if candidates < 1:
@@ -56,7 +59,10 @@ class BlockDrafter:
             raise ValueError(f"confidence: found {confidence!r}, allowed: off, weight, match, stop")
         if confidence != "off" and network.confidence is None:
             raise ValueError(f"confidence: found {confidence!r}, allowed: off ({name} has no confidence head)")
-        self.network, self.name = network, name
+        if temperatures and (network.confidence is None or len(temperatures) != c.num_drafts):
+            allowed = "none (no confidence head)" if network.confidence is None else f"{c.num_drafts}, one for each draft"
+            raise ValueError(f"temperatures: found {len(temperatures)}, allowed: {allowed}")
+        self.network, self.name, self.temperatures = network, name, tuple(temperatures)
         self.vocab_size: int = c.vocab_size
         self.max_depth = c.num_drafts
         self.lookahead = c.block_size
@@ -163,9 +169,9 @@ class BlockDrafter:
     # -------------------------------------------------------------------------------------------- heads
 
     def _head(
-        self, hidden: Tensor, tokens: Tensor, carry: Tensor | None
+        self, k: int, hidden: Tensor, tokens: Tensor, carry: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The sequential heads at one slot. hidden [R, d], tokens [R, W] -> (z [R, W, r], confidence [R, W] float32,
+        """The sequential heads at draft k. hidden [R, d], tokens [R, W] -> (z [R, W, r], confidence [R, W] float32,
         carry [R, W, r]), each None where there is none."""
         network, (r, w) = self.network, tokens.shape
         each = hidden[:, None].expand(-1, w, -1).flatten(0, 1)
@@ -176,7 +182,10 @@ class BlockDrafter:
             z = z.view(r, w, -1)
             carry = None if carry is None else carry.view(r, w, -1)
         if network.confidence is not None:
-            sure = network.confidence(each, e).sigmoid().view(r, w)
+            sure = network.confidence(each, e)
+            if self.temperatures:
+                sure = sure / self.temperatures[k]
+            sure = sure.sigmoid().view(r, w)
         return z, sure, carry
 
     def _children(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> Children:
@@ -196,7 +205,7 @@ class BlockDrafter:
         def children(
             k: int, tokens: Tensor, carry: Tensor | None
         ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-            z, sure, carry = self._head(hidden[:, k], tokens, carry)
+            z, sure, carry = self._head(k, hidden[:, k], tokens, carry)
             logits = best[:, k, None].expand(-1, tokens.shape[1], -1)
             if z is not None:
                 logits = logits + z.float() @ rows[:, k].transpose(1, 2)
@@ -230,7 +239,7 @@ class BlockDrafter:
         if network.confidence is not None:
             sure = torch.ones(placed.shape, device=placed.device)
         for k, (first, last, below) in enumerate(levels(spec)):
-            z, c, carry = self._head(hidden[:, k], placed[:, first:last], carries)
+            z, c, carry = self._head(k, hidden[:, k], placed[:, first:last], carries)
             logits = base[:, k, None].expand(-1, last - first, -1)
             if z is not None:
                 logits = logits + ops.logits(z.flatten(0, 1), network.markov.w2).view_as(logits)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
+from drafters.dspark import calibration
 from drafters.dspark.config import DrafterConfig
 from drafters.dspark.dialects import parse
 from drafters.dspark.drafter import BlockDrafter
@@ -76,8 +77,20 @@ def load_network(folder: str | Path, target: Any) -> DraftNetwork:
 
 
 def load_drafter(folder: str | Path, target: Any, **options: Any) -> Drafter:
-    """The drafter of a checkpoint folder. options: those of `BlockDrafter`. See `load_network` for errors."""
+    """The drafter of a checkpoint folder, with the confidence temperatures of its calibration.json if there is one.
+
+    options: those of `BlockDrafter`. See `load_network` and `calibration.read` for errors.
+    """
     network = load_network(folder, target)
+    found = calibration.read(folder)
+    if found is not None:
+        drafts = network.config.num_drafts if network.confidence is not None else 0
+        if len(found.temperatures) != drafts:
+            raise ValueError(
+                f"{Path(folder) / calibration.FILE}: temperatures: found {len(found.temperatures)}, expected {drafts}"
+                + (", one for each draft" if drafts else ": this drafter has no confidence head")
+            )
+        options.setdefault("temperatures", found.temperatures)
     name = f"{network.config.kind}:{Path(folder).resolve().name}"
     if network.config.kind == "eagle3":
         if options:
