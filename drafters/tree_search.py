@@ -11,62 +11,84 @@ Profile = Sequence[float]
 """profile[i]: probability that the target's token is the drafter's (i + 1)-th choice, whatever came before."""
 
 
-def best_tree(profile: Profile, num_nodes: int, depth: int) -> TreeSpec:
-    """The tree of at most num_nodes nodes (root included) and `depth` levels with the largest expected AL."""
-    ranks = len(profile)
+def best_trees(profiles: Sequence[Profile], num_nodes: int) -> list[TreeSpec]:
+    """For each budget of 1 to num_nodes nodes (root included) the tree with the largest expected AL.
+
+    profiles[d]: rank acceptances of the children of nodes at depth d; the trees are at most len(profiles) deep.
+    """
+    depth = len(profiles)
 
     @cache
-    def under(nodes: int, levels: int) -> tuple[float, tuple[int, ...]]:
-        """(most tokens expected below a node, sizes of its children's subtrees, first choice first)."""
-        return children(0, nodes, levels) if levels else (0.0, ())
+    def under(nodes: int, level: int) -> tuple[float, tuple[int, ...]]:
+        """(most tokens expected below a node of this depth, sizes of its children's subtrees, first choice first)."""
+        return children(0, nodes, level) if level < depth else (0.0, ())
 
     @cache
-    def children(rank: int, nodes: int, levels: int) -> tuple[float, tuple[int, ...]]:
-        if rank == ranks or not nodes:
+    def children(rank: int, nodes: int, level: int) -> tuple[float, tuple[int, ...]]:
+        profile = profiles[level]
+        if rank == len(profile) or not nodes:
             return 0.0, ()
         best: tuple[float, tuple[int, ...]] = (0.0, ())
         for size in range(1, nodes + 1):
-            rest = children(rank + 1, nodes - size, levels)
-            value = profile[rank] * (1 + under(size - 1, levels - 1)[0]) + rest[0]
+            rest = children(rank + 1, nodes - size, level)
+            value = profile[rank] * (1 + under(size - 1, level + 1)[0]) + rest[0]
             if value > best[0]:
                 best = value, (size, *rest[1])
         return best
 
-    parents, level = [-1], [(0, num_nodes - 1)]
-    for left in range(depth, 0, -1):
-        following = []
-        for node, nodes in level:
-            for size in under(nodes, left)[1]:
-                following.append((len(parents), size - 1))
-                parents.append(node)
-        level = following
-    return TreeSpec(tuple(parents))
+    def build(budget: int) -> TreeSpec:
+        parents, row = [-1], [(0, budget - 1)]
+        for level in range(depth):
+            following = []
+            for node, nodes in row:
+                for size in under(nodes, level)[1]:
+                    following.append((len(parents), size - 1))
+                    parents.append(node)
+            row = following
+        return TreeSpec(tuple(parents))
+
+    return [build(budget) for budget in range(1, num_nodes + 1)]
+
+
+def best_tree(profile: Profile, num_nodes: int, depth: int) -> TreeSpec:
+    """The tree of at most num_nodes nodes (root included) and `depth` levels with the largest expected AL."""
+    return best_trees([profile] * depth, num_nodes)[-1]
+
+
+def survival(spec: TreeSpec, profiles: Sequence[Profile]) -> list[float]:
+    """Share of steps that accept a draft at depth 1, 2, ... spec.depth. profiles as in `best_trees`."""
+    reach, shares = [1.0], [0.0] * spec.depth
+    for parent, rank, depth in zip(spec.parents[1:], spec.ranks[1:], spec.depths[1:]):
+        profile = profiles[depth - 1]
+        reach.append(reach[parent] * (profile[rank] if rank < len(profile) else 0.0))
+        shares[depth - 1] += reach[-1]
+    return shares
 
 
 def expected_length(spec: TreeSpec, profile: Profile) -> float:
     """Expected AL, bonus token included."""
-    reach = [1.0]
-    for parent, rank in zip(spec.parents[1:], spec.ranks[1:]):
-        reach.append(reach[parent] * (profile[rank] if rank < len(profile) else 0.0))
-    return sum(reach)
+    return 1.0 + sum(survival(spec, [profile] * spec.depth))
 
 
 def smallest_tree(profile: Profile, length: float, depth: int) -> TreeSpec | None:
     """The fewest nodes whose expected AL reaches `length`; None if MAX_NODES do not."""
-    for nodes in range(1, MAX_NODES + 1):
-        spec = best_tree(profile, nodes, depth)
+    for spec in best_trees([profile] * depth, MAX_NODES):
         if expected_length(spec, profile) >= length:
             return spec
     return None
 
 
 def profile_of(chain_length: float, k: int, ranks: int = 16, caught: float = 0.75, ratio: float = 0.45) -> list[float]:
-    """A profile whose chain of k drafts has this AL: ranks from the second on hold `caught` of what the first misses,
-    each `ratio` times the one before."""
+    """A profile whose chain of k drafts has this AL, its later ranks assumed as in `assumed_profile`."""
     low, high = 0.0, 1.0
     for _ in range(60):
         p = (low + high) / 2
         low, high = (p, high) if sum(p**i for i in range(k + 1)) < chain_length else (low, p)
+    return [round(x, 6) for x in assumed_profile(low, ranks, caught, ratio)]
+
+
+def assumed_profile(first: float, ranks: int = 16, caught: float = 0.75, ratio: float = 0.45) -> list[float]:
+    """Rank acceptances from the first one alone: ranks from the second on hold `caught` of what the first misses, each
+    `ratio` times the one before."""
     weights = [ratio**i for i in range(ranks - 1)]
-    rest = [(1 - low) * caught * w / sum(weights) for w in weights]
-    return [round(x, 6) for x in (low, *rest)]
+    return [first, *((1 - first) * caught * w / sum(weights) for w in weights)]

@@ -1,0 +1,1 @@
+"""Choosing draft lengths and trees from measured costs and acceptance. No torch."""

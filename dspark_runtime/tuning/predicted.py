@@ -1,0 +1,70 @@
+"""A step-cost curve from the performance model, for hardware that is not here. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dspark_runtime.cost.facts import load_architecture, load_hardware
+from dspark_runtime.cost.kernels import ZERO
+from dspark_runtime.cost.step import Load, Parallelism, step_time
+from dspark_runtime.errors import ConfigError
+from dspark_runtime.tuning.curve import Curve, Point
+
+DEPTH = 15
+"""Deepest draft of a drafter without an architecture of its own (prompt lookup), which costs nothing here."""
+
+
+def predicted_curve(
+    target: str,
+    drafter: str,
+    hardware: str,
+    parallelism: Parallelism,
+    num_requests: Sequence[int],
+    contexts: Sequence[int],
+    tree_tokens: Sequence[int],
+    chain: Sequence[int] | None,
+    command: str,
+) -> Curve:
+    """The achievable layer of the model as a curve. drafter: an architecture of configs/models with a drafter section,
+    "ngram" or "none". chain: drafts of the chains (default: all up to the drafter's). The spread of a point is half of
+    what its interval allows, so that the interval is two of them to either side."""
+    model, machine = load_architecture(target), load_hardware(hardware)
+    own = drafter not in ("ngram", "none")
+    proposer = load_architecture(drafter) if own else None
+    if own and proposer.drafter is None:
+        raise ConfigError(f"drafter: found {drafter!r}, allowed: ngram, none, or an architecture with a drafter section")
+    depth = 0 if drafter == "none" else proposer.drafter.num_drafts if own else DEPTH
+    lengths = sorted({0, *(range(depth + 1) if chain is None else chain)})
+    if lengths[-1] > depth:
+        raise ConfigError(f"num_speculative_tokens: found {lengths[-1]}, allowed: at most {depth} for {drafter}")
+    shapes = [(k + 1, k) for k in lengths]
+    shapes += [(t, depth) for t in sorted(set(tree_tokens)) if depth and t > depth + 1]
+    points, notes = [], set()
+    for context in contexts:
+        for b in num_requests:
+            for tokens, deep in shapes:
+                load = Load(b, tokens, context)
+                whole = step_time(model, machine, parallelism, load, proposer if tokens > 1 else None)
+                notes.update(whole.notes)
+                if not whole.achievable.mid:
+                    raise ConfigError(f"hardware: found {hardware!r}, allowed: one with measured kernels or an efficiency")
+                # The drafter's pass is of as many positions as the chain has, however large the tree.
+                if own and tokens > deep + 1:
+                    narrow = step_time(model, machine, parallelism, replace(load, tokens=deep + 1), proposer)
+                    draft = narrow.groups().get("draft", ZERO).mid
+                else:
+                    draft = whole.groups().get("draft", ZERO).mid
+                verify = whole.achievable.mid - whole.groups().get("draft", ZERO).mid
+                half = (whole.achievable.high - whole.achievable.low) / 4
+                points.append(
+                    Point(num_requests=b, num_tokens=tokens, depth=deep, context_len=context, draft_ms=draft,
+                          verify_ms=verify, other_ms=0.0, spread=half / whole.achievable.mid)
+                )  # fmt: skip
+    gpus = f", {parallelism}" if parallelism.gpus > 1 else ""
+    return Curve(
+        command=command, source="model", environment={"machine": hardware, "gpu": machine.title + gpus}, target=target,
+        drafter=drafter, method="dspark" if own else drafter, dtype=model.weights.experts if model.ffn.moe else "bf16",
+        max_depth=depth, can_tree=bool(depth), between="linear", repeats=1,
+        notes=sorted(notes), points=points,
+    )  # fmt: skip
