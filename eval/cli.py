@@ -382,6 +382,148 @@ def kernels(
 
 
 @app.command()
+def profile(
+    context_of_call: typer.Context,
+    target: Target = None,
+    drafter: Drafter = None,
+    k: K = None,
+    tree_tokens: Annotated[
+        Optional[str], typer.Option(help="Sizes of trees, root included: 8,16,32 (default where the drafter makes trees); 0: none.")
+    ] = None,
+    num_requests: Annotated[Optional[str], typer.Option("-b", "--num-requests", help="Requests at once: 1,8,32.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens in the cache of each request: 1024 or 1024,8192.")] = "256",
+    hardware: Annotated[
+        Optional[str],
+        typer.Option(help="Measure nothing: the performance model's curve of this machine of configs/hardware."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="With --hardware: GPUs, tensor parallel.")] = 1,
+    between: Annotated[
+        str, typer.Option(help="Cost of sizes that were not measured: step (the next one's), linear, or auto (step with CUDA graphs).")
+    ] = "auto",
+    tokens: Annotated[int, typer.Option(help="Tokens of each request; a timed step emits two.")] = 24,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    backend: Backend = None,
+    cuda_graph: Annotated[Optional[bool], typer.Option(help="Replay steps as CUDA graphs (default: on a GPU).")] = None,
+    seed: Seed = None,
+    repeats: Annotated[Optional[int], typer.Option(help="Measured repeats of every point.")] = None,
+    warmup: Annotated[Optional[int], typer.Option(help="Repeats before them that do not count.")] = None,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the curve to this file, for dspark tune.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """What a step costs here by drafts, tree size, requests and context: the curve for dspark tune."""
+    from eval.profile import options, predicted, text
+
+    flags = dict(
+        target=target,
+        drafter=drafter,
+        num_speculative_tokens=k,
+        num_requests=num_requests,
+        max_tokens=tokens,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        backend=backend,
+        cuda_graph=cuda_graph,
+        seed=seed,
+        repeats=repeats,
+        warmup=warmup,
+    )
+    asked = options(flags, hardware, context, tree_tokens, between, tp)
+    writable("json", json_file)
+    if hardware is not None:
+        curve = predicted(asked, hardware, tp, context_of_call.obj)
+    else:
+        from eval.profile import profile as run_profile
+
+        settings = recipe(None, flags)
+        progress, close = progress_bar(quiet)
+        try:
+            curve = run_profile(settings, asked.contexts, asked.tree_tokens, between, context_of_call.obj, progress)
+        finally:
+            close()
+    sys.stdout.write(text(curve))
+    if json_file is not None:
+        json_file.write_text(curve.model_dump_json(indent=1) + "\n")
+
+
+@app.command()
+def tune(
+    context_of_call: typer.Context,
+    curve: Annotated[Path, typer.Argument(help="A curve of dspark profile --json.")],
+    acceptance: Annotated[
+        Optional[Path], typer.Option(help="dspark eval --json, a file of suites, or a trace of steps (.jsonl).")
+    ] = None,
+    rates: Annotated[
+        Optional[str], typer.Option(help="Conditional rates by position, each given that all before were accepted: 0.8,0.7.")
+    ] = None,
+    survival: Annotated[
+        Optional[str], typer.Option(help="Unconditional rates by position, as vLLM logs them: 0.8,0.56.")
+    ] = None,
+    steps: Annotated[Optional[int], typer.Option(help="Steps that typed rates rest on (default: taken as exact).")] = None,
+    suite: Annotated[Optional[str], typer.Option(help="Only this suite of the file.")] = None,
+    temperature: Annotated[Optional[float], typer.Option(help="Of the evaluation's chains (default: its first).")] = None,
+    num_requests: Annotated[
+        Optional[str], typer.Option("-b", "--num-requests", help="Requests at once (default: the curve's).")
+    ] = None,
+    context: Annotated[Optional[int], typer.Option(help="Tokens in the cache (default: the curve's longest).")] = None,
+    latency: Annotated[Optional[float], typer.Option(help="Most milliseconds per token of a user.")] = None,
+    trees: Annotated[bool, typer.Option(help="Trees beside chains.")] = True,
+    drafter: Annotated[
+        Optional[str], typer.Option(help="Checkpoint that recipe and vLLM load (default: the curve's drafter).")
+    ] = None,
+    other_machine: Annotated[
+        bool, typer.Option("--other-machine", help="Take a curve that was measured elsewhere; every output says so.")
+    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Run the top choices here: predicted against measured.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="With --measure: shapes for each number of requests.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="With --measure: repeats.")] = 5,
+    tokens: Annotated[int, typer.Option(min=1, help="With --measure: tokens of each request.")] = 48,
+    device: Annotated[str, typer.Option(help="With --measure: auto, cpu, cuda, cuda:1.")] = "auto",
+    yaml_file: Annotated[Optional[Path], typer.Option("--yaml", help="Write a recipe for dspark bench --config.")] = None,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write everything to this file.")] = None,
+    plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Draw it: .svg or .png.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Draft length, tree and whether to speculate, by tokens/s: from a cost curve and acceptance rates."""
+    from eval import tune as room
+    from eval import tune_report
+
+    if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
+        raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
+    for name, path in (("yaml", yaml_file), ("json", json_file), ("plot", plot_file)):
+        writable(name, path)
+    asked = room.Asked(
+        curve, acceptance, rates, survival, steps, suite, temperature, room.requests(num_requests), context, latency,
+        drafter, trees, other_machine, measure, seed,
+    )  # fmt: skip
+    found = room.find(asked, context_of_call.obj)
+    written = room.write_recipe(found, yaml_file) if yaml_file is not None else []
+    sys.stdout.write(tune_report.text(found))
+    if written:
+        print("Wrote " + ", ".join(map(str, written)) + f": dspark bench --config {yaml_file}")
+    if plot_file is not None:
+        tune_report.plot(found, plot_file)
+    measured = []
+    if measure:
+        progress, close = progress_bar(quiet)
+        try:
+            measured = room.measure(found, top, repeats, tokens, device, progress)
+        finally:
+            close()
+        sys.stdout.write("\n" + tune_report.measured_text(measured))
+    if json_file is not None:
+        json_file.write_text(room.as_json(found, measured))
+
+
+def writable(name: str, path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
+
+
+@app.command()
 def config(file: Path) -> None:
     """Check a YAML file: a bench recipe, an architecture, a machine, a reported result or a tree. Needs no torch."""
     from eval.recipes import check_file

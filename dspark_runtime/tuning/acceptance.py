@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +29,13 @@ MIN_REQUESTS = 8
 class Suite:
     """Acceptance on one kind of text. num_steps: None where it is taken as exact. accepted, requests [S] int64,
     confidence [S, n] float64 (nan where nothing was drafted): the steps of a trace. profile: measured rank acceptances,
-    where there are any. name of target and drafter, where the file says."""
+    where there are any. pair: (target, drafter), where the file says."""
 
     name: str
     survival: tuple[float, ...]
     num_steps: int | None = None
     profile: tuple[float, ...] | None = None
+    pair: tuple[str, str] | None = None
     accepted: np.ndarray | None = field(default=None, compare=False)
     requests: np.ndarray | None = field(default=None, compare=False)
     confidence: np.ndarray | None = field(default=None, compare=False)
@@ -114,11 +115,14 @@ def typed(text: str, conditional: bool, num_steps: int | None) -> Suite:
     return checked_suite("typed", np.cumprod(values).tolist(), num_steps)
 
 
-def read_acceptance(path: Path) -> list[Suite]:
-    """Suites of an evaluation (.json: {"suites": [{"name", "survival", "num_steps"}]}) or of a trace (.jsonl)."""
+def read_acceptance(path: Path, temperature: float | None = None) -> list[Suite]:
+    """Suites of a file: a trace (.jsonl, see `read_trace`), `dspark eval --json` (its chains at one temperature, the
+    first in the file if none is asked for), or {"suites": [{"name", "survival", "num_steps", "profile"?}]}."""
     if path.suffix == ".jsonl":
         return read_trace(path)
     values = read_json(path)
+    if isinstance(values, dict) and "suites" not in values and isinstance(values.get("results"), list):
+        return _suites_of_eval(values["results"], temperature, path)
     rows = values.get("suites") if isinstance(values, dict) else None
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f'{path}: suites: missing, allowed: {{"suites": [{{"name", "survival", "num_steps"}}, ...]}}')
@@ -130,10 +134,37 @@ def read_acceptance(path: Path) -> list[Suite]:
         for name in ("name", "survival", "num_steps"):
             if name not in row:
                 raise ConfigError(f"{where}: {name}: missing")
-        length = row.get("acceptance_length", row.get("spec_decode_acceptance_length"))
+        length = row.get("acceptance_length")
         suites.append(
             checked_suite(str(row["name"]), row["survival"], row["num_steps"], row.get("profile"), length, where)
         )
+    return suites
+
+
+def _suites_of_eval(rows: list[object], temperature: float | None, path: Path) -> list[Suite]:
+    """The chains of an evaluation. Survival is the product of the conditional rates: a step that a stop token ended says
+    nothing of the positions behind it, so the unconditional rates there rest on fewer steps."""
+    chains = [r for r in rows if isinstance(r, dict) and r.get("shape") == "chain" and "suite" in r]
+    found = list(dict.fromkeys(r.get("temperature") for r in chains))
+    if not chains:
+        raise ConfigError(f"{path}: results: found no chains, allowed: a file of `dspark eval --json` with the shape chain")
+    if temperature is None:
+        temperature = found[0]
+    if temperature not in found:
+        raise ConfigError(f"{path}: temperature: found {temperature:g}, allowed: {', '.join(f'{t:g}' for t in found)}")
+    suites = []
+    for i, row in enumerate(rows):
+        if row not in chains or row["temperature"] != temperature:
+            continue
+        where = f"{path}: results[{i}]"
+        for name in ("spec_decode_conditional_acceptance_rates", "steps"):
+            if name not in row:
+                raise ConfigError(f"{where}: {name}: missing")
+        rates = row["spec_decode_conditional_acceptance_rates"]
+        rates = [0.0 if r is None else r for r in rates] if isinstance(rates, list) else rates
+        survival = np.cumprod(_numbers(rates, f"{where}: spec_decode_conditional_acceptance_rates")).tolist()
+        suite = checked_suite(str(row["suite"]), survival, row["steps"], where=where)
+        suites.append(replace(suite, pair=(str(row.get("target")), str(row.get("drafter")))))
     return suites
 
 

@@ -37,7 +37,8 @@ class Strict(BaseModel):
 class Point(Strict):
     """One measured shape. num_tokens: tokens of one request in the verify pass, the root included; depth: its longest
     path (num_tokens - 1: a chain). Medians in milliseconds; other_ms is what they lack of the median step, so that the
-    three add up to it. spread: relative standard deviation of the repeats' median steps."""
+    three add up to it. spread: relative standard deviation of the repeats' median steps, without what a repeat changed
+    for all points alike (`Curve.drift`)."""
 
     num_requests: int = Field(ge=1)
     num_tokens: int = Field(ge=1, le=MAX_NODES)
@@ -66,7 +67,8 @@ class Point(Strict):
 
 
 class Curve(Strict):
-    """A step-cost curve of one target and drafter on one machine. source "model": predicted by dspark_runtime.cost."""
+    """A step-cost curve of one target and drafter on one machine. source "model": predicted by dspark_runtime.cost.
+    drift: relative standard deviation of the repeats that all points share, as when the machine slows down."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     kind: Literal["step_cost_curve"] = "step_cost_curve"
@@ -77,10 +79,12 @@ class Curve(Strict):
     drafter: str
     method: str
     dtype: str
+    weights: str = "auto"
     max_depth: int = Field(ge=0)
     can_tree: bool
     between: Literal["step", "linear"]
     repeats: int = Field(ge=1)
+    drift: float = Field(default=0.0, ge=0)
     notes: list[str] = []
     points: list[Point] = Field(min_length=1)
 

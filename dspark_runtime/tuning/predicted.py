@@ -27,8 +27,9 @@ def predicted_curve(
     command: str,
 ) -> Curve:
     """The achievable layer of the model as a curve. drafter: an architecture of configs/models with a drafter section,
-    "ngram" or "none". chain: drafts of the chains (default: all up to the drafter's). The spread of a point is half of
-    what its interval allows, so that the interval is two of them to either side."""
+    "ngram" or "none". chain: drafts of the chains (default: all up to the drafter's). The interval of a step is taken
+    as two standard deviations to either side, and as an error that all points share in proportion: one machine's kernels
+    are all a little faster or slower than the model's."""
     model, machine = load_architecture(target), load_hardware(hardware)
     own = drafter not in ("ngram", "none")
     proposer = load_architecture(drafter) if own else None
@@ -39,7 +40,7 @@ def predicted_curve(
     if lengths[-1] > depth:
         raise ConfigError(f"num_speculative_tokens: found {lengths[-1]}, allowed: at most {depth} for {drafter}")
     shapes = [(k + 1, k) for k in lengths]
-    shapes += [(t, depth) for t in sorted(set(tree_tokens)) if depth and t > depth + 1]
+    shapes += [(t, min(lengths[-1], t - 2)) for t in sorted(set(tree_tokens)) if lengths[-1] > 0]
     points, notes = [], set()
     for context in contexts:
         for b in num_requests:
@@ -49,7 +50,7 @@ def predicted_curve(
                 notes.update(whole.notes)
                 if not whole.achievable.mid:
                     raise ConfigError(f"hardware: found {hardware!r}, allowed: one with measured kernels or an efficiency")
-                # The drafter's pass is of as many positions as the chain has, however large the tree.
+                # The drafter's pass is of as many positions as the tree is deep, however large it is.
                 if own and tokens > deep + 1:
                     narrow = step_time(model, machine, parallelism, replace(load, tokens=deep + 1), proposer)
                     draft = narrow.groups().get("draft", ZERO).mid
@@ -65,6 +66,6 @@ def predicted_curve(
     return Curve(
         command=command, source="model", environment={"machine": hardware, "gpu": machine.title + gpus}, target=target,
         drafter=drafter, method="dspark" if own else drafter, dtype=model.weights.experts if model.ffn.moe else "bf16",
-        max_depth=depth, can_tree=bool(depth), between="linear", repeats=1,
+        weights="dummy", max_depth=depth, can_tree=bool(depth), between="linear", repeats=1,
         notes=sorted(notes), points=points,
     )  # fmt: skip

@@ -145,16 +145,16 @@ def lengths(shapes: Sequence[Shape], survival: np.ndarray, shares: np.ndarray) -
 
 def resampled_points(curve: Curve, count: int, rng: np.random.Generator) -> np.ndarray:
     """[count, points] float64: factors on each point's times. A measured point is the median of `repeats` whose
-    relative standard deviation is its spread; that deviation is itself an estimate from so few."""
+    relative standard deviations are its own spread and the curve's drift; both are themselves estimates from so few."""
     spread = np.array([p.spread for p in curve.points])
     if curve.source == "model":
-        factors = 1 + rng.standard_normal((count, 1)) * spread
-    elif curve.repeats < 2:
-        factors = np.ones((count, len(spread)))
-    else:
-        noise = rng.standard_t(curve.repeats - 1, (count, len(spread)))
-        factors = 1 + noise * spread * math.sqrt(math.pi / 2 / curve.repeats)
-    return factors.clip(0.1, 10.0)
+        return (1 + rng.standard_normal((count, 1)) * spread).clip(0.1, 10.0)
+    if curve.repeats < 2:
+        return np.ones((count, len(spread)))
+    degrees, median = curve.repeats - 1, math.sqrt(math.pi / 2 / curve.repeats)
+    own = rng.standard_t(degrees, (count, len(spread))) * spread
+    shared = rng.standard_t(degrees, (count, 1)) * curve.drift
+    return (1 + median * (own + shared)).clip(0.1, 10.0)
 
 
 def costs(curve: Curve, shapes: Sequence[Shape], num_requests: int, context: int, factors: np.ndarray) -> np.ndarray:
@@ -178,8 +178,8 @@ def tune(
     use_trees: bool = True,
     seed: int = 0,
 ) -> list[Choice]:
-    """The best shape for each number of requests. latency_ms: most milliseconds per token of a request; where no shape
-    meets it, the choice is the one with the shortest time and `within` is false.
+    """The best shape for each number of requests. latency_ms: most milliseconds per token of a request; `within` says
+    whether the best shape (and with it any) meets it.
 
     Raises ConfigError where the curve does not reach.
     """
@@ -194,7 +194,7 @@ def tune(
     survival = suite.survival[:deepest]
     rows = chains(survival)
     branched: list[Shape] = []
-    if use_trees and curve.can_tree and deepest > 1:
+    if use_trees and curve.can_tree:
         largest = max(curve.largest_tree(b, context) for b in num_requests)
         branched = trees(survival, shares, largest) if largest > 2 else []
     return [
@@ -225,9 +225,8 @@ def _choose(
         if (s.spec.num_drafts <= reach[0] if s.spec.is_chain else s.spec.num_nodes <= reach[1] and s.spec.depth <= reach[0])
     ]
     plain = every[0]
-    within = [s for s in every if latency_ms is None or s.tpot_ms <= latency_ms]
-    allowed = within or [min(every, key=lambda s: s.tpot_ms)]
-    best = max(allowed, key=lambda s: s.goodput)
+    # With so many requests, most tokens/s and least time per token are the same shape: the limit only judges it.
+    best = max(every, key=lambda s: s.goodput)
 
     grown = sorted((s for s in every if not s.shape.spec.is_chain), key=lambda s: -s.goodput)
     rivals = [s for s in every if s.shape.spec.is_chain] + grown[:RIVALS]
@@ -243,14 +242,14 @@ def _choose(
     }
     here = next(j for j, s in enumerate(rivals) if s is best)
     ahead = np.percentile(rates / rates[:, here : here + 1], INTERVAL[1], axis=0)
-    tied = [known[s.shape.spec] for j, s in enumerate(rivals) if j != here and ahead[j] >= 1 and s in allowed]
+    tied = [known[s.shape.spec] for j, s in enumerate(rivals) if j != here and ahead[j] >= 1]
     ratio = np.percentile(rates[:, here] / rates[:, rivals.index(plain)], INTERVAL)
 
     speculative = max((s for s in every if s.shape.spec.num_drafts), key=lambda s: s.goodput, default=None)
     ours = best if best.shape.spec.num_drafts else speculative
     pick = {s.shape.spec: s for s in every} | known
-    chain = max((s for s in allowed if s.shape.spec.is_chain), key=lambda s: s.goodput, default=plain)
-    tree = max((s for s in allowed if not s.shape.spec.is_chain), key=lambda s: s.goodput, default=None)
+    chain = max((s for s in every if s.shape.spec.is_chain), key=lambda s: s.goodput)
+    tree = grown[0] if grown else None
     return Choice(
         num_requests=num_requests,
         best=pick[best.shape.spec],
@@ -262,6 +261,6 @@ def _choose(
         break_even=ours.step_ms / plain.step_ms if ours else None,
         loss=float(np.mean(1 - rates[:, here] / rates.max(1))),
         tied=tuple(sorted(tied, key=lambda s: s.shape.spec.num_nodes)),
-        within=bool(within),
+        within=latency_ms is None or best.tpot_ms <= latency_ms,
         scored=tuple(pick[s.shape.spec] for s in every),
     )
