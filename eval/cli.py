@@ -254,6 +254,85 @@ def generate(
     write("\n" + run_generate(prompt, settings, options, raw, write) + "\n")
 
 
+@app.command("eval")
+def evaluate(
+    context_of_call: typer.Context,
+    drafter: Annotated[str, typer.Argument(help="Folder of a drafter checkpoint; ngram or draft:NAME as for bench.")],
+    target: Target = None,
+    prompts: Annotated[
+        Optional[list[str]],
+        typer.Option(help='A suite: JSONL file, {"turns": [text]} a line. May be repeated. Default: the project\'s.'),
+    ] = None,
+    trees: Annotated[
+        Optional[str], typer.Option(help="chain, and grown trees of so many nodes: chain,16,32,64.")
+    ] = None,
+    temperature: Annotated[Optional[str], typer.Option(help="0 is greedy: 0,1.")] = None,
+    hybrid: Annotated[
+        bool, typer.Option("--hybrid", help="The trees also with matches of the request's own text.")
+    ] = False,
+    max_tokens: Annotated[Optional[int], typer.Option(help="End a request after this many tokens.")] = None,
+    limit: Annotated[Optional[int], typer.Option(help="So many prompts of each suite.")] = None,
+    num_requests: Annotated[
+        Optional[int], typer.Option("-b", "--num-requests", help="Requests at once (for acceptance, not for speed).")
+    ] = None,
+    speed: Annotated[Optional[int], typer.Option(help="Time so many prompts of each suite; 0: none.")] = None,
+    fit_calibration: Annotated[
+        Optional[str],
+        typer.Option(help="Fit the confidence's temperatures on this prompt file; writes calibration.json."),
+    ] = None,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the rows to this file.")] = None,
+    plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Draw survival and AL: .png or .svg.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    backend: Backend = None,
+    seed: Seed = None,
+    quiet: Quiet = False,
+) -> None:
+    """AL, acceptance by position, confidence and speed of a drafter on prompts, as chain and as grown trees."""
+    flags = dict(
+        target=target,
+        drafter=drafter,
+        prompts=prompts or None,
+        fit_calibration=fit_calibration,
+        trees=trees,
+        hybrid=hybrid,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        limit=limit,
+        num_requests=num_requests,
+        speed=speed,
+        device=device,
+        dtype=dtype,
+        weights=weights,
+        backend=backend,
+        seed=seed,
+    )
+    from eval.schema import eval_config
+
+    settings = eval_config({name: value for name, value in flags.items() if value is not None})
+    if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
+        raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
+    for name, path in (("json", json_file), ("plot", plot_file)):
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
+
+    from eval import evaluate_report
+    from eval.environment import write_result
+    from eval.evaluate import evaluate as run_eval
+
+    progress, close = progress_bar(quiet)
+    try:
+        found = run_eval(settings, progress)
+    finally:
+        close()
+    evaluate_report.show(found)
+    if json_file is not None:
+        write_result(json_file, context_of_call.obj, [row.model_dump() for row in found.rows], **found.facts)
+    if plot_file is not None:
+        evaluate_report.plot(found, plot_file)
+
+
 @app.command()
 def check(
     target: Target = None,

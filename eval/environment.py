@@ -85,12 +85,14 @@ def cpu_kernels() -> str | None:
     return str(status()) if status is not None else None
 
 
-def write_result(path: Path, command: str, rows: list[dict[str, object]], **extra: object) -> None:
-    """A result of a CPU benchmark that is no bench run: command, environment (extra included), seed 0, rows."""
+def write_result(
+    path: Path, command: str, rows: list[dict[str, object]], device: str = "cpu", seed: int = 0, **extra: object
+) -> None:
+    """A result that is no bench run: command, environment (extra included), seed, rows."""
     import torch
 
-    facts = environment(torch.device("cpu"), 0) | extra
-    result = {"schema_version": 1, "command": command, "environment": facts, "seed": 0, "results": rows}
+    facts = environment(torch.device(device), seed) | extra
+    result = {"schema_version": 1, "command": command, "environment": facts, "seed": seed, "results": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 

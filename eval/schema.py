@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from drafters.topology import MAX_NODES
 from dspark_runtime.errors import ConfigError
 
 SCHEMA_VERSION = 1
@@ -77,7 +78,27 @@ FloatList = Annotated[list[float], BeforeValidator(float_list)]
 NameList = Annotated[list[str], BeforeValidator(name_list)]
 
 
-class BenchConfig(Strict):
+class Pair(Strict):
+    """A target, a drafter, and what both run on."""
+
+    target: str = "smollm2"
+    drafter: str = "ngram"
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: str = "auto"
+    backend: Literal["auto", "reference"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**30)  # with repeat and request beside it, it fits in 64 bits
+
+    @field_validator("drafter")
+    @classmethod
+    def _drafter(cls, value: str) -> str:
+        named = value in ("none", "ngram") or (value.startswith("draft:") and len(value) > 6)
+        if not named and not Path(value).is_dir():
+            raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self, or a drafter's folder")
+        return value
+
+
+class BenchConfig(Pair):
     """One bench run: the sweep is every tree shape times every number of requests times every acceptance.
 
     The plain line (k = 0) is always measured. `acceptance_length` holds "real" or synthetic lengths, which count the
@@ -85,8 +106,6 @@ class BenchConfig(Strict):
     ids in place of the texts of `prompts`.
     """
 
-    target: str = "smollm2"
-    drafter: str = "ngram"
     num_speculative_tokens: IntList = Field(default=[3, 7], min_length=1)
     tree: NameList = []
     num_requests: IntList = Field(default=[1], min_length=1)
@@ -99,22 +118,9 @@ class BenchConfig(Strict):
     prompts: str | None = None
     temperature: float = Field(default=0.0, ge=0.0)
     rejection_sample_method: str = "auto"
-    device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    weights: str = "auto"
-    backend: Literal["auto", "reference"] = "auto"
     cuda_graph: bool | None = None
-    seed: int = Field(default=0, ge=0, lt=2**30)  # with repeat and request beside it, it fits in 64 bits
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
-
-    @field_validator("drafter")
-    @classmethod
-    def _drafter(cls, value: str) -> str:
-        named = value in ("none", "ngram") or (value.startswith("draft:") and len(value) > 6)
-        if not named and not Path(value).is_dir():
-            raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self, or a drafter's folder")
-        return value
 
     @field_validator("num_speculative_tokens")
     @classmethod
@@ -171,6 +177,58 @@ class BenchConfig(Strict):
         if self.prompts is not None and self.context_len is not None:
             raise ValueError("context_len: found together with prompts, allowed: one of them")
         return self
+
+
+def tree_list(value: object) -> object:
+    """ "chain,16,32" -> ["chain", 16, 32]."""
+    if not isinstance(value, str):
+        return value
+    parts = [part.strip() for part in value.split(",")]
+    return list(dict.fromkeys(int(part) if part.isdecimal() else part for part in parts))
+
+
+class EvalConfig(Pair):
+    """One evaluation: every suite of prompts (none: the project's own) times temperature times shape.
+
+    trees: "chain" of as many drafts as the drafter makes, and grown trees of so many nodes, root included; hybrid: the
+    trees once more, with matches of the request's own text. limit: prompts of each suite; speed: of these, how many are
+    timed, one request at a time (0: none); num_requests: requests at once elsewhere. fit_calibration: a prompt file
+    whose roll-outs give the confidence temperatures.
+    """
+
+    prompts: list[str] = []
+    fit_calibration: str | None = None
+    trees: Annotated[list[str | int], BeforeValidator(tree_list)] = ["chain", 16, 32, 64]
+    hybrid: bool = False
+    temperature: FloatList = Field(default=[0.0, 1.0], min_length=1)
+    max_tokens: int = Field(default=128, ge=1)
+    limit: int | None = Field(default=None, ge=1)
+    num_requests: int = Field(default=8, ge=1, le=MAX_REQUESTS)
+    speed: int = Field(default=5, ge=0)
+
+    @field_validator("trees")
+    @classmethod
+    def _trees(cls, value: list[str | int]) -> list[str | int]:
+        for tree in value:
+            if tree != "chain" and not (isinstance(tree, int) and 2 <= tree <= MAX_NODES):
+                raise ValueError(f"found {tree!r}, allowed: chain and numbers of nodes from 2 to {MAX_NODES}")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _temperature(cls, value: list[float]) -> list[float]:
+        for t in value:
+            if not 0 <= t <= 100:
+                raise ValueError(f"found {t}, allowed: 0 to 100")
+        return list(dict.fromkeys(value))
+
+
+def eval_config(values: dict[str, object]) -> EvalConfig:
+    """A checked evaluation. Raises ConfigError with one line that names the field."""
+    try:
+        return EvalConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(one_line(error)) from None
 
 
 def one_line(error: ValidationError, where: str = "") -> str:
@@ -296,6 +354,52 @@ class BenchRow(Strict):
     @property
     def ran(self) -> bool:
         return self.output_throughput is not None
+
+
+class EvalRow(Strict):
+    """One suite at one temperature with one shape ("chain", "tree-16", "hybrid-16").
+
+    spec_decode_acceptance_length: tokens / steps, the bonus token included; a step counts once for each of its
+    requests. Rates by position i: unconditional = share of the steps that accepted the first i drafts; conditional =
+    share of those that accepted the first i - 1. A step that a stop token ended inside its drafts has no bonus token
+    and takes no part in the rates of the positions behind it.
+
+    ece and auc: of the predicted probability that a draft and all before it are accepted, over all positions and by
+    position, for the head's own confidence (before) and with its calibration.json (after). output_throughput and
+    plain_throughput: tokens/s of `num_timed` prompts, one request at a time; speedup: their ratio, and spread: the
+    standard deviation of the prompts' own ratios, divided by speedup.
+    """
+
+    engine: str = "dspark"
+    target: str
+    drafter: str
+    dtype: str
+    suite: str
+    prompts_sha256: str
+    temperature: float
+    shape: str
+    num_speculative_tokens: int
+    max_tokens: int
+    num_requests: int
+    num_prompts: int
+    steps: int
+    tokens: int
+    spec_decode_acceptance_length: float
+    spec_decode_per_position_acceptance_rates: list[float | None]
+    spec_decode_conditional_acceptance_rates: list[float | None]
+    ece_before: float | None = None
+    ece_after: float | None = None
+    auc_before: float | None = None
+    auc_after: float | None = None
+    ece_before_by_position: list[float | None] | None = None
+    ece_after_by_position: list[float | None] | None = None
+    auc_before_by_position: list[float | None] | None = None
+    auc_after_by_position: list[float | None] | None = None
+    output_throughput: float | None = None
+    plain_throughput: float | None = None
+    speedup: float | None = None
+    spread: float | None = None
+    num_timed: int = 0
 
 
 class Run(Strict):

@@ -1,7 +1,7 @@
 """Sequential temperature scaling (STS) of a drafter's confidence, and how good a confidence is (fact sheet §3.2).
 
-Confidence c_k = sigmoid(z_k / T_k) says how likely draft k is accepted, given that those before it were; its survival is
-the product up to k. Everything here is float64 on the host. A position that was never judged (a stop token ended the
+Confidence c_k = sigmoid(z_k / T_k) says how likely draft k is accepted, given that those before it were; its survival
+is the product up to k. Everything here is float64 on the host. A position that was never judged (a stop token ended the
 step before it) has the logit NaN, and so have those after it.
 """
 
@@ -21,7 +21,7 @@ GRID = 2.0 ** np.linspace(-3, 3, 193)
 
 
 class Calibration(BaseModel):
-    """calibration.json beside a checkpoint, with SGLang's field names. The errors are those of the samples fitted on."""
+    """calibration.json beside a checkpoint, with SGLang's field names. The errors are of the samples fitted on."""
 
     temperatures: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     dataset: str

@@ -60,7 +60,7 @@ class BlockDrafter:
         if confidence != "off" and network.confidence is None:
             raise ValueError(f"confidence: found {confidence!r}, allowed: off ({name} has no confidence head)")
         if temperatures and (network.confidence is None or len(temperatures) != c.num_drafts):
-            allowed = "none (no confidence head)" if network.confidence is None else f"{c.num_drafts}, one for each draft"
+            allowed = "none (no confidence head)" if network.confidence is None else f"{c.num_drafts}, one a draft"
             raise ValueError(f"temperatures: found {len(temperatures)}, allowed: {allowed}")
         self.network, self.name, self.temperatures = network, name, tuple(temperatures)
         self.vocab_size: int = c.vocab_size
