@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drafters.dspark import calibration
 from drafters.dspark.config import DrafterConfig
 from drafters.dspark.drafter import BlockDrafter
 from drafters.dspark.eagle3 import Eagle3Drafter
@@ -239,6 +241,69 @@ def test_confidence_reads_the_hidden_state_after_the_final_norm(tmp_path: Path) 
         path = tree.tokens[0].tolist()
         want = [reference.confidence(case.net, h[k], path[k]) for k in range(4)]
         assert tree.confidence[0, 1:].tolist() == pytest.approx(want, abs=1e-4)
+
+
+def test_temperatures_scale_each_slots_confidence(tmp_path: Path) -> None:
+    """Survival against the formulas in float64, for drawn and for best drafts."""
+    case, model, temperatures = make("deepspec"), target(), [1.7, 0.6, 2.5, 1.0]
+    folder = write(tmp_path / "scaled", case.config, case.tensors)
+    found = calibration.Calibration(
+        temperatures=temperatures, dataset="x", num_samples=1, ece_before=0.2, ece_after=0.1
+    )
+    (folder / calibration.FILE).write_text(found.model_dump_json())
+    drafter = load_drafter(folder, model)
+    assert drafter.temperatures == tuple(temperatures)
+    tokens = list(range(1, 20))
+    outputs = layer_outputs(model, tokens)
+    h, _ = reference.block(case.net, torch.cat([outputs[i] for i in TAPS], -1)[:-1], tokens[-1])
+    for sample in (True, False):
+        tree = drafter.propose(one_request(model, drafter, tokens), TreeSpec.chain(4), sample=sample)
+        path, survival = tree.tokens[0].tolist(), 1.0
+        for k, t in enumerate(temperatures):
+            c = reference.confidence(case.net, h[k], path[k])
+            survival *= 1 / (1 + math.exp(-math.log(c / (1 - c)) / t))
+            assert float(tree.confidence[0, 1 : k + 2].double().prod()) == pytest.approx(survival, abs=1e-4)
+
+
+def test_a_calibration_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    case, model = make("deepspec"), target()
+    text = calibration.Calibration(
+        temperatures=[1.0], dataset="x", num_samples=1, ece_before=0, ece_after=0
+    ).model_dump_json()
+    for name, changes, words in (
+        ("deepspec", {}, "calibration.json: temperatures: found 1, expected 4, one for each draft"),
+        ("headless", dict(enable_confidence_head=False), "temperatures: found 1, expected 0: this drafter has no confid"),
+    ):
+        config = case.config | changes
+        folder = write(tmp_path / name, config, block_tensors(config))
+        (folder / calibration.FILE).write_text(text)
+        with pytest.raises(ValueError, match=words):
+            load_drafter(folder, model)
+    (folder / calibration.FILE).write_text("{")
+    with pytest.raises(ValueError, match="calibration.json: Invalid JSON"):
+        load_drafter(folder, model)
+
+
+def test_step_records_hold_the_confidences_when_asked(tmp_path: Path) -> None:
+    case, model = make("deepspec"), target()
+    drafter = loaded(case, tmp_path, model)
+    proposed: list[Any] = []
+    propose = drafter.propose
+    drafter.propose = lambda *a: proposed.append(propose(*a)) or proposed[-1]
+    for asked in (True, False):
+        for spec in (TreeSpec.chain(4), TREE):
+            engine = Engine(model, drafter, spec=spec, max_model_len=128, record_confidence=asked)
+            proposed.clear()
+            engine.generate(PROMPTS[1:4], GREEDY)
+            assert len(proposed) == len(engine.records)
+            for tree, record in zip(proposed, engine.records):
+                if not asked:
+                    assert record.confidence is None
+                    continue
+                assert list(map(len, record.confidence)) == record.drafted
+                for row, line in enumerate(record.confidence):
+                    assert line == tree.confidence[row, 1 : len(line) + 1].tolist()
+    assert Engine(model, spec=TreeSpec.chain(0), max_model_len=64, record_confidence=True).generate([[1]], GREEDY)
 
 
 def one_request(model: Any, drafter: Any, tokens: list[int], rows: int = 1, temperature: float = 1.0) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,14 @@ import pytest
 
 import eval.bench
 import eval.check
+import eval.evaluate
 import eval.floor
 import eval.generate
 from dspark_runtime.models.scripted import ScriptedModel
 from eval.cli import main
 from eval.floor import Ceilings
-from eval.schema import load_run
+from eval.schema import EvalRow, load_run
+from tests.drafters.dspark_cases import DEEPSPEC, DIMS, block_tensors, target, write
 
 ROOT = Path(__file__).resolve().parents[2]
 V = 64
@@ -30,8 +33,11 @@ class Characters:
 
     chat_template = None
 
+    def __init__(self, vocab_size: int = V) -> None:
+        self.vocab_size = vocab_size
+
     def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) % V for c in text[:24]]}
+        return {"input_ids": [ord(c) % self.vocab_size for c in text[:24]]}
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(64 + i) for i in ids)
@@ -44,19 +50,36 @@ def logits(prefix: tuple[int, ...]) -> list[float]:
     return row
 
 
+CHECKPOINT = "drafters/checkpoints/smollm2-135m-dspark"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random drafter."""
+    return write(tmp_path_factory.mktemp("drafter"), DEEPSPEC, block_tensors(DEEPSPEC))
+
+
 @pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path) -> None:
     def load(name: str, config: object) -> SimpleNamespace:
         return SimpleNamespace(
             model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted"
         )
 
+    def load_pair(name: str, config: object) -> SimpleNamespace:
+        """A drafter's folder needs a target with layers to tap."""
+        if not Path(config.drafter).is_dir():
+            return load(name, config)
+        return SimpleNamespace(model=target(), tokenizer=Characters(DIMS["vocab_size"]), name="random")
+
     for module in (eval.bench, eval.check, eval.generate):
         monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(eval.evaluate, "load", load_pair)
     monkeypatch.setattr(eval.floor, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "fixed by the test"))
     monkeypatch.setenv("DSPARK_KERNEL_CACHE", str(tmp_path / "kernels"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(checkpoint, tmp_path / CHECKPOINT)
 
 
 def dspark(*arguments: str) -> int:
@@ -69,7 +92,7 @@ def dspark(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([c, "--help"] for c in ("bench", "compare", "generate", "check", "doctor", "config", "kernels"))]
+    "arguments", [["--help"], *([c, "--help"] for c in ("bench", "compare", "generate", "check", "eval", "doctor", "config", "kernels"))]
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not heavy_modules(arguments)
@@ -307,6 +330,77 @@ def test_what_cannot_be_meant_is_one_line(arguments: list[str], words: str, caps
     assert words in error and error.count("\n") == 1
 
 
+# --------------------------------------------------------------------------------------------------------------- eval
+
+
+BRIEF = ["--max-tokens", "8", "--limit", "2", "--speed", "1", "--quiet"]
+
+
+def test_eval_prints_tables_and_writes_rows_and_plot(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("eval", CHECKPOINT, "--trees", "chain,8", "--hybrid", *BRIEF, "--json", "e.json", "--plot", "e.png") == 0
+    out = capsys.readouterr().out
+    assert "Acceptance and speed" in out and "Confidence" in out and max(map(len, out.splitlines())) < 250
+    written = json.loads(Path("e.json").read_text())
+    assert written["command"].startswith(f"dspark eval {CHECKPOINT} --trees") and written["environment"]["torch"]
+    rows = [EvalRow.model_validate(row) for row in written["results"]]
+    suites = ("math", "code", "chat", "repeat")
+    assert [(r.suite, r.temperature, r.shape) for r in rows] == [
+        (suite, t, shape) for suite in suites for t in (0.0, 1.0) for shape in ("chain", "tree-8", "hybrid-8")
+    ]
+    for r in rows:
+        assert r.num_prompts == 2 and r.spec_decode_acceptance_length >= 1
+        assert re.search(rf"\| {r.suite} +\| {r.temperature:g} +\| {r.shape} .* {r.spec_decode_acceptance_length:.2f} ", out)
+    assert Path("e.png").stat().st_size > 10_000
+
+
+def test_eval_fits_a_calibration_and_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    fit = ["--fit-calibration", "configs/prompts/mixed.jsonl", "--trees", "chain", "--temperature", "1"]
+    assert dspark("eval", CHECKPOINT, *fit, *BRIEF) == 0
+    assert re.search(r"calibration.json: temperatures (\d\.\d\d ){3}\d\.\d\d, ECE 0\.\d+ before", capsys.readouterr().out)
+    assert json.loads((Path(CHECKPOINT) / "calibration.json").read_text())["dataset"] == "mixed.jsonl"
+    assert dspark("eval", CHECKPOINT, *fit, *BRIEF, "--prompts", "configs/prompts/mixed.jsonl") == 2
+    assert "fit_calibration: found 64 prompts of mixed.jsonl in mixed.jsonl" in capsys.readouterr().err
+
+
+def test_eval_of_the_target_as_its_own_drafter_accepts_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("eval", "draft:self", "--temperature", "0", *BRIEF, "--json", "e.json") == 0
+    rows = json.loads(Path("e.json").read_text())["results"]
+    assert [r["shape"] for r in rows] == ["chain"] * 4
+    assert all(r["spec_decode_acceptance_length"] == 8 and r["ece_before"] is None for r in rows)
+    assert "Confidence" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (["missing"], "drafter: found 'missing', allowed: none, ngram, draft:NAME"),
+        (["none"], "drafter: found none, allowed: the drafter to evaluate"),
+        (["ngram", "--trees", "16"], "trees: found 16 with ngram, allowed: chain"),
+        (["ngram", "--hybrid"], "hybrid: found without a grown tree"),
+        (["ngram", "--fit-calibration", "fit.jsonl"], "fit_calibration: found with ngram"),
+        ([CHECKPOINT, "--trees", "chain,65"], "trees: found 65, allowed: chain and numbers of nodes from 2 to 64"),
+        ([CHECKPOINT, "--trees", "bush"], "trees: found 'bush', allowed: chain"),
+        ([CHECKPOINT, "--temperature", "hot"], "temperature: found 'hot', allowed: numbers"),
+        ([CHECKPOINT, "--temperature", "-1"], "temperature: found -1.0, allowed: 0 to 100"),
+        ([CHECKPOINT, "--limit", "0"], "limit: found 0"),
+        ([CHECKPOINT, "--speed", "-1"], "speed: found -1"),
+        ([CHECKPOINT, "--max-tokens", "500"], "max_tokens: prompts of up to 24 tokens, 500 new, 5 of one step make 529"),
+        ([CHECKPOINT, "--prompts", "none.jsonl"], "prompts: none.jsonl: No such file"),
+        ([CHECKPOINT, "--json", "no/x.json"], "json: found 'no/x.json', allowed: a file that can be written"),
+        ([CHECKPOINT, "--plot", "x.pdf"], "plot: found 'x.pdf'"),
+        (["broken"], "broken/calibration.json: temperatures.0: found 'warm'"),
+    ],
+)
+def test_eval_refuses_in_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("fit.jsonl").write_text('{"turns": ["a prompt of its own"]}\n')
+    shutil.copytree(CHECKPOINT, "broken")
+    file = dict(temperatures=["warm"], dataset="x", num_samples=1, ece_before=0, ece_after=0)
+    (Path("broken") / "calibration.json").write_text(json.dumps(file))
+    assert dspark("eval", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert words in err and err.count("\n") == 1 and not out
+
+
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
@@ -363,6 +457,10 @@ def test_kernels_refuses_in_one_line(arguments: list[str], words: str, capsys: p
 # --------------------------------------------------------------------------------------------------------------- docs
 
 
+SHORT = {
+    "bench": ("--tokens", "8", "--repeats", "2"),
+    "eval": ("--max-tokens", "6", "--limit", "2", "--speed", "1"),
+}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -376,8 +474,7 @@ def test_every_command_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[
     commands = [line[1:] for line in lines if line[:1] == ["dspark"]]
     assert commands
     for arguments in commands:
-        short = ["--tokens", "8", "--repeats", "2"] if arguments[0] == "bench" else []
-        assert dspark(*arguments, *short) == 0, arguments
+        assert dspark(*arguments, *SHORT.get(arguments[0], ())) == 0, arguments
         assert capsys.readouterr().out
 
 
