@@ -272,7 +272,7 @@ def test_a_calibration_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
     ).model_dump_json()
     for name, changes, words in (
         ("deepspec", {}, "calibration.json: temperatures: found 1, expected 4, one for each draft"),
-        ("headless", dict(enable_confidence_head=False), "temperatures: found 1, expected 0: this drafter has no confid"),
+        ("headless", dict(enable_confidence_head=False), "temperatures: found 1, expected 0: this drafter has no c"),
     ):
         config = case.config | changes
         folder = write(tmp_path / name, config, block_tensors(config))

@@ -92,7 +92,11 @@ def dspark(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], *([c, "--help"] for c in ("bench", "compare", "generate", "check", "eval", "doctor", "config", "kernels"))]
+    "arguments",
+    [
+        ["--help"],
+        *([c, "--help"] for c in "bench compare generate check eval doctor config kernels".split()),
+    ],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert not heavy_modules(arguments)
@@ -337,7 +341,8 @@ BRIEF = ["--max-tokens", "8", "--limit", "2", "--speed", "1", "--quiet"]
 
 
 def test_eval_prints_tables_and_writes_rows_and_plot(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dspark("eval", CHECKPOINT, "--trees", "chain,8", "--hybrid", *BRIEF, "--json", "e.json", "--plot", "e.png") == 0
+    shapes = ["--trees", "chain,8", "--hybrid"]
+    assert dspark("eval", CHECKPOINT, *shapes, *BRIEF, "--json", "e.json", "--plot", "e.png") == 0
     out = capsys.readouterr().out
     assert "Acceptance and speed" in out and "Confidence" in out and max(map(len, out.splitlines())) < 250
     written = json.loads(Path("e.json").read_text())
@@ -349,14 +354,16 @@ def test_eval_prints_tables_and_writes_rows_and_plot(capsys: pytest.CaptureFixtu
     ]
     for r in rows:
         assert r.num_prompts == 2 and r.spec_decode_acceptance_length >= 1
-        assert re.search(rf"\| {r.suite} +\| {r.temperature:g} +\| {r.shape} .* {r.spec_decode_acceptance_length:.2f} ", out)
+        al = f"{r.spec_decode_acceptance_length:.2f}"
+        assert re.search(rf"\| {r.suite} +\| {r.temperature:g} +\| {r.shape} .* {al} ", out)
     assert Path("e.png").stat().st_size > 10_000
 
 
 def test_eval_fits_a_calibration_and_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     fit = ["--fit-calibration", "configs/prompts/mixed.jsonl", "--trees", "chain", "--temperature", "1"]
     assert dspark("eval", CHECKPOINT, *fit, *BRIEF) == 0
-    assert re.search(r"calibration.json: temperatures (\d\.\d\d ){3}\d\.\d\d, ECE 0\.\d+ before", capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert re.search(r"calibration.json: temperatures (\d\.\d\d ){3}\d\.\d\d, ECE 0\.\d+ before", out)
     assert json.loads((Path(CHECKPOINT) / "calibration.json").read_text())["dataset"] == "mixed.jsonl"
     assert dspark("eval", CHECKPOINT, *fit, *BRIEF, "--prompts", "configs/prompts/mixed.jsonl") == 2
     assert "fit_calibration: found 64 prompts of mixed.jsonl in mixed.jsonl" in capsys.readouterr().err
