@@ -72,7 +72,7 @@ def options(
 
 
 def numbers(field: str, text: object, least: int) -> list[int]:
-    """"1,8,32" or "0-7" as a sorted list. Raises ConfigError naming the field."""
+    """ "1,8,32" or "0-7" as a sorted list. Raises ConfigError naming the field."""
     from eval.schema import int_list
 
     try:
@@ -91,8 +91,9 @@ def predicted(asked: Options, hardware: str, tp: int, command: str) -> Curve:
     from dspark_runtime.tuning.predicted import predicted_curve
 
     sizes = SIZES if asked.tree_tokens is None else asked.tree_tokens
+    target = "smollm2-135m" if asked.target == "smollm2" else asked.target
     return predicted_curve(
-        asked.target, asked.drafter, hardware, Parallelism(tp=tp), asked.requests, asked.contexts, sizes, asked.chain, command
+        target, asked.drafter, hardware, Parallelism(tp=tp), asked.requests, asked.contexts, sizes, asked.chain, command
     )
 
 
@@ -102,11 +103,11 @@ def trees(sizes: Sequence[int], depth: int) -> list[TreeSpec]:
 
     if not sizes or depth < 1:
         return []
-    best = best_trees([assumed_profile(ORDINARY)] * depth, max(sizes))
+    best = best_trees([assumed_profile(ORDINARY)] * depth, MAX_NODES)
     found = [best[size - 1] for size in sizes]
-    straight = next((s.num_nodes for s in found if s.is_chain), None)
+    straight = next((size for size, spec in zip(sizes, found) if spec.is_chain), None)
     if straight is not None:
-        least = next(i + 1 for i, s in enumerate(best) if not s.is_chain) if not best[-1].is_chain else MAX_NODES
+        least = next(spec.num_nodes for spec in best if not spec.is_chain)
         raise ConfigError(f"tree_tokens: found {straight}, allowed: {least} or more (smaller best trees are chains)")
     return found
 
@@ -132,7 +133,9 @@ def profile(
     asked = "num_speculative_tokens" in config.model_fields_set
     ks = config.num_speculative_tokens if asked else range(min(DEPTH, drafter.max_depth) + 1)
     if max(ks) > drafter.max_depth:
-        raise ConfigError(f"num_speculative_tokens: found {max(ks)}, allowed: at most {drafter.max_depth} for {drafter.name}")
+        raise ConfigError(
+            f"num_speculative_tokens: found {max(ks)}, allowed: at most {drafter.max_depth} for {drafter.name}"
+        )
     if tree_tokens and not drafter.can_tree:
         raise ConfigError(f"tree_tokens: found {tree_tokens[0]}, allowed: none ({drafter.name} drafts chains only)")
     sizes = tree_tokens if tree_tokens is not None else (8, 16, 32) if drafter.can_tree and max(ks) > 1 else ()
@@ -228,7 +231,19 @@ def text(curve: Curve) -> str:
     """The curve as a table, with steps a second."""
     from eval.report import num, percent, table
 
-    header = ("b", "context", "shape", "tokens", "draft ms", "verify ms", "other ms", "step ms", "SPS", "ms a token", "±")
+    header = (
+        "b",
+        "context",
+        "shape",
+        "tokens",
+        "draft ms",
+        "verify ms",
+        "other ms",
+        "step ms",
+        "SPS",
+        "ms a token",
+        "±",
+    )
     body = [
         (
             str(p.num_requests),
@@ -248,6 +263,8 @@ def text(curve: Curve) -> str:
     rule = "the next measured size's cost" if curve.between == "step" else "a straight line"
     lines = [f"Step-cost curve. {curve.label}.", f"Between measured sizes: {rule}.", *curve.notes]
     if curve.source == "measured":
-        lines.append(f"All points drifted together by {percent(curve.drift)} between repeats; ± is what each did beside that.")
+        lines.append(
+            f"All points drifted together by {percent(curve.drift)} between repeats; ± is what each did beside that."
+        )
     lines.append("")
     return "\n".join(lines) + table(header, body) + "\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dspark_runtime.errors import ConfigError
-from dspark_runtime.tuning.acceptance import Suite, pooled, read_acceptance, typed
+from dspark_runtime.tuning.acceptance import MIN_STEPS, Suite, enough, pooled, read_acceptance, typed
 from dspark_runtime.tuning.confidence import Policy, best_policy
 from dspark_runtime.tuning.curve import Curve, differs, load_curve
 from dspark_runtime.tuning.search import Choice, Scored, tune
@@ -79,7 +79,9 @@ def find(asked: Asked, command: str) -> Tuned:
     if not suites[0].num_steps:
         notes.append("acceptance is typed without --steps: taken as exact, so intervals hold the curve's spread only")
     for other in sorted({s.pair for s in suites if s.pair and s.pair != (curve.target, curve.drafter)}):
-        notes.append(f"acceptance was measured on {other[0]} with {other[1]}, the curve on {curve.target} with {curve.drafter}")
+        notes.append(
+            f"acceptance was measured on {other[0]} with {other[1]}, the curve on {curve.target} with {curve.drafter}"
+        )
     choices = tune(curve, suites, requests, context, asked.latency, asked.trees, asked.seed)
     if any(c.tree for c in choices) and pooled(suites).profile is None:
         notes.append(
@@ -87,17 +89,40 @@ def find(asked: Asked, command: str) -> Tuned:
             "misses, each 0.45 of the one before); check a tree with --measure or with real prompts"
         )
     elif asked.trees and not any(c.tree for c in choices):
-        notes.append(f"trees: none ({'the curve has none' if curve.can_tree else curve.method + ' drafts chains only'})")
+        notes.append(
+            f"trees: none ({'the curve has none' if curve.can_tree else curve.method + ' drafts chains only'})"
+        )
     shortest = min(curve.longest_chain(b, context) for b in requests)
     deepest = min(min(s.depth for s in suites), curve.max_depth)
     if shortest < deepest:
-        notes.append(f"chains: the curve ends at {shortest} drafts, rates are known for {deepest}; longer ones were not tried")
-    policies = [best_policy(curve, suites, c.chain.shape.spec.num_drafts, c.num_requests, context, asked.seed) for c in choices]
+        notes.append(
+            f"chains: the curve ends at {shortest} drafts, rates are known for {deepest}; longer ones were not tried"
+        )
+    policies = [
+        best_policy(curve, suites, c.chain.shape.spec.num_drafts, c.num_requests, context, asked.seed) for c in choices
+    ]
     apart = []
     if len(suites) > 1:
-        apart = [(s, tune(curve, [s], requests, context, asked.latency, asked.trees, asked.seed)) for s in suites]
+        small = [s.name for s in suites if s.num_steps is not None and s.num_steps < MIN_STEPS]
+        if small:
+            notes.append(f"suites of fewer than {MIN_STEPS} steps have no line of their own: {', '.join(small)}")
+        apart = [
+            (s, tune(curve, [s], requests, context, asked.latency, asked.trees, asked.seed))
+            for s in suites
+            if s.name not in small
+        ]
     return Tuned(
-        command, curve, suites, context, asked.latency, choices, policies, apart, asked.drafter or curve.drafter, stamps, notes
+        command,
+        curve,
+        suites,
+        context,
+        asked.latency,
+        choices,
+        policies,
+        apart,
+        asked.drafter or curve.drafter,
+        stamps,
+        notes,
     )
 
 
@@ -118,23 +143,28 @@ def stamps_of(curve: Curve, allowed: bool) -> list[str]:
 
 
 def read_suites(asked: Asked) -> list[Suite]:
+    """Raises ConfigError for rates that cannot be right, or too few steps."""
     given = {"acceptance": asked.acceptance, "rates": asked.rates, "survival": asked.survival}
     given = [name for name, value in given.items() if value is not None]
     if len(given) != 1:
         raise ConfigError(
-            f"acceptance: found {' and '.join(given) or 'nothing'}, allowed: one of --acceptance FILE, --rates, --survival"
+            f"acceptance: found {' and '.join(given) or 'nothing'}, "
+            "allowed: one of --acceptance FILE, --rates, --survival"
         )
     if asked.acceptance is None:
-        return [typed(asked.rates or asked.survival, asked.rates is not None, asked.steps)]
+        suites = [typed(asked.rates or asked.survival, asked.rates is not None, asked.steps)]
+        enough(suites, "steps")
+        return suites
     if asked.steps is not None:
         raise ConfigError("steps: found with --acceptance, allowed: with --rates or --survival (a file states its own)")
     suites = read_acceptance(asked.acceptance, asked.temperature)
-    if asked.suite is None:
-        return suites
-    found = [s for s in suites if s.name == asked.suite]
-    if not found:
-        raise ConfigError(f"suite: found {asked.suite!r}, allowed: {', '.join(s.name for s in suites)}")
-    return found
+    if asked.suite is not None:
+        names = ", ".join(s.name for s in suites)
+        suites = [s for s in suites if s.name == asked.suite]
+        if not suites:
+            raise ConfigError(f"suite: found {asked.suite!r}, allowed: {names}")
+    enough(suites, str(asked.acceptance))
+    return suites
 
 
 # ------------------------------------------------------------------------------------------------- for `dspark bench`
@@ -142,7 +172,8 @@ def read_suites(asked: Asked) -> list[Suite]:
 
 def write_recipe(tuned: Tuned, path: Path) -> list[Path]:
     """A recipe that `dspark bench --config` takes: the best shape and the best chain of all numbers of requests, plain
-    beside them. Trees become files next to it. Returns what was written; raises ConfigError where bench could not run it."""
+    beside them. Trees become files next to it. Returns what was written; raises ConfigError where bench could not run
+    it."""
     from eval.schema import bench_config
 
     curve = tuned.curve
@@ -175,9 +206,10 @@ def write_recipe(tuned: Tuned, path: Path) -> list[Path]:
     _write("yaml", path, "\n".join([*head, *_yaml(values), ""]))
     for file, s in trees.items():
         said = "assumed" if pooled(tuned.suites).profile is None else "measured"
+        what = f"{s.shape.spec.num_drafts} drafts, at most {s.shape.spec.depth} deep, {said} rank acceptances"
         lines = [
             *(f"# {line}" for line in tuned.stamps),
-            f"description: '{s.shape.spec.num_drafts} drafts, at most {s.shape.spec.depth} deep, {said} rank acceptances; {curve.label}'",
+            f"description: {json.dumps(f'{what}; {curve.label}')}",
             f"expected_acceptance_length: {s.shape.acceptance_length:.3f}",
             f"parents: {list(s.shape.spec.parents)}",
             "",
@@ -292,9 +324,7 @@ def measure(tuned: Tuned, top: int, repeats: int, tokens: int, device: str, prog
             raise ConfigError(f"measure: {s.shape.name}: {row.error}")
         # Times are the machine's, acceptance is the law's: a short run's own AL would add its sampling error.
         goodput = 1e3 * s.num_requests * s.shape.acceptance_length / row.step_ms.total
-        found.append(
-            Measured(s, row.step_ms.total, goodput, row.spec_decode_acceptance_length, row.spread.repeats)
-        )
+        found.append(Measured(s, row.step_ms.total, goodput, row.spec_decode_acceptance_length, row.spread.repeats))
     return found
 
 
@@ -326,8 +356,9 @@ def as_json(tuned: Tuned, measured: Sequence[Measured]) -> str:
         latency_ms=tuned.latency_ms, survival=list(pooled(tuned.suites).survival), choices=rows,
         speculative_config=vllm_config(tuned),
         measured=[
-            dict(num_requests=m.predicted.num_requests, shape=m.predicted.shape.name, predicted_step_ms=m.predicted.step_ms,
-                 step_ms=m.step_ms, predicted_throughput=m.predicted.goodput, output_throughput=m.goodput, spread=m.spread)
+            dict(num_requests=m.predicted.num_requests, shape=m.predicted.shape.name, step_ms=m.step_ms,
+                 predicted_step_ms=m.predicted.step_ms, output_throughput=m.goodput,
+                 predicted_throughput=m.predicted.goodput, spread=m.spread)
             for m in measured
         ],
     )  # fmt: skip

@@ -50,7 +50,8 @@ def text(tuned: Tuned) -> str:
     parts = [
         *tuned.stamps,
         f"Step-cost curve: {curve.label}; between sizes {rule}; context {tuned.context}.",
-        f"Acceptance: {suite.name}, {steps}: survival {survival}, AL {suite.acceptance_length:.2f} at {suite.depth} drafts.",
+        f"Acceptance: {suite.name}, {steps}: survival {survival}, "
+        f"AL {suite.acceptance_length:.2f} at {suite.depth} drafts.",
         *(f"Note: {note}." for note in tuned.notes),
         "",
         choices(tuned),
@@ -66,20 +67,22 @@ def text(tuned: Tuned) -> str:
 
 def choices(tuned: Tuned) -> str:
     header = (
-        "b", "do", "speculate", "AL", "draft ms", "verify ms", "tok/s", "90 %", "tok/s/user", "ms/token", "x plain", "90 % ",
-        "break-even AL",
+        "b", "do", "speculate", "AL", "draft ms", "verify ms", "tok/s", "90 %", "tok/s/user", "ms/token", "x plain",
+        "90 % ", "break-even AL",
     )  # fmt: skip
     rows = []
     for c in tuned.choices:
         b = c.best
         late = "" if c.within else " (too slow)"
         rows.append((
-            str(c.num_requests), b.shape.name + late, c.speculate, f"{b.shape.acceptance_length:.2f}", f"{b.draft_ms:.2f}",
-            f"{b.verify_ms:.2f}", rate(b.goodput), f"{rate(b.low)}-{rate(b.high)}", f"{b.goodput / c.num_requests:.1f}",
+            str(c.num_requests), b.shape.name + late, c.speculate, f"{b.shape.acceptance_length:.2f}",
+            f"{b.draft_ms:.2f}", f"{b.verify_ms:.2f}", rate(b.goodput), f"{rate(b.low)}-{rate(b.high)}", f"{b.goodput / c.num_requests:.1f}",
             f"{b.tpot_ms:.2f}", f"{b.goodput / c.plain.goodput:.2f}", f"{c.ratio[0]:.2f}-{c.ratio[1]:.2f}",
             "" if c.break_even is None else f"{c.break_even:.2f}",
         ))  # fmt: skip
-    return table(header, rows, "Best shape by tokens/s (b: requests at once; intervals: acceptance and curve resampled)")
+    return table(
+        header, rows, "Best shape by tokens/s (b: requests at once; intervals: acceptance and curve resampled)"
+    )
 
 
 def regret(tuned: Tuned) -> str:
@@ -87,10 +90,21 @@ def regret(tuned: Tuned) -> str:
     for c in tuned.choices:
         tied = ", ".join(s.shape.name for s in c.tied[:2]) + (f" and {len(c.tied) - 2} more" if len(c.tied) > 2 else "")
         tree = (c.tree.shape.name, rate(c.tree.goodput)) if c.tree else ("", "")
-        kinds.append((str(c.num_requests), rate(c.plain.goodput), c.chain.shape.name, rate(c.chain.goodput), *tree, tied or "none"))
+        kinds.append(
+            (
+                str(c.num_requests),
+                rate(c.plain.goodput),
+                c.chain.shape.name,
+                rate(c.chain.goodput),
+                *tree,
+                tied or "none",
+            )
+        )
         losses.append((str(c.num_requests), *(share(loss) or "-" for _, loss in regrets(tuned, c)), share(c.loss, 2)))
     first = table(
-        ("b", "plain tok/s", "best chain", "tok/s", "best tree", "tok/s ", "not told apart from the best"), kinds, "Each kind"
+        ("b", "plain tok/s", "best chain", "tok/s", "best tree", "tok/s ", "not told apart from the best"),
+        kinds,
+        "Each kind",
     )
     names = [name for name, _ in regrets(tuned, tuned.choices[0])]
     return first + "\n" + table(("b", *names, "the best, if it is not"), losses, "Tokens/s lost by choosing otherwise")
@@ -130,7 +144,7 @@ def advice(tuned: Tuned) -> str:
         if fit:
             c = max(fit, key=lambda c: c.best.goodput)
             lines.append(
-                f"Within {tuned.latency_ms:g} ms per token: {c.num_requests} requests at once with {c.best.shape.name}, "
+                f"Within {tuned.latency_ms:g} ms per token: {c.num_requests} requests with {c.best.shape.name}, "
                 f"{rate(c.best.goodput)} tok/s in all, {c.best.tpot_ms:.2f} ms per token."
             )
         else:
@@ -162,9 +176,11 @@ def measured_text(found: Sequence[Measured]) -> str:
     for m in found:
         p, plain = m.predicted, base[m.predicted.num_requests]
         rows.append((
-            str(p.num_requests), p.shape.name, f"{p.shape.acceptance_length:.2f}", f"{p.step_ms:.2f}", f"{m.step_ms:.2f}",
+            str(p.num_requests), p.shape.name, f"{p.shape.acceptance_length:.2f}", f"{p.step_ms:.2f}",
+            f"{m.step_ms:.2f}",
             f"{100 * (p.step_ms / m.step_ms - 1):+.1f} %", rate(p.goodput), f"{rate(p.low)}-{rate(p.high)}",
-            rate(m.goodput), f"{p.goodput / plain.predicted.goodput:.2f}", f"{m.goodput / plain.goodput:.2f}", share(m.spread),
+            rate(m.goodput), f"{p.goodput / plain.predicted.goodput:.2f}", f"{m.goodput / plain.goodput:.2f}",
+            share(m.spread),
         ))  # fmt: skip
     header = (
         "b", "shape", "AL", "step ms", "measured", "error", "tok/s", "90 %", "measured ", "x plain", "measured  ", "±",
@@ -200,7 +216,9 @@ def plot(tuned: Tuned, path: Path) -> None:
         chains = [s for s in c.scored if s.shape.spec.is_chain]
         x = [s.shape.spec.num_nodes for s in chains]
         left.plot(x, [s.goodput / base for s in chains], "-o", ms=3, color=colour, label=f"b={c.num_requests}")
-        left.fill_between(x, [s.low / base for s in chains], [s.high / base for s in chains], color=colour, alpha=0.15, lw=0)
+        left.fill_between(
+            x, [s.low / base for s in chains], [s.high / base for s in chains], color=colour, alpha=0.15, lw=0
+        )
         grown = best_of_each_size(c.scored)
         left.plot([s.shape.spec.num_nodes for s in grown], [s.goodput / base for s in grown], ":", color=colour)
         left.plot(c.best.shape.spec.num_nodes, c.best.goodput / base, "*", ms=13, color=colour, mec="black", zorder=3)
@@ -211,9 +229,15 @@ def plot(tuned: Tuned, path: Path) -> None:
     left.legend(fontsize=8, title="star: the choice", title_fontsize=8)
     left.grid(alpha=0.3)
 
-    for name, mark, pick in (("plain", "s--", lambda c: c.plain), ("best chain", "o-", lambda c: c.chain), ("choice", "*-", lambda c: c.best)):
+    for name, mark, pick in (
+        ("plain", "s--", lambda c: c.plain),
+        ("best chain", "o-", lambda c: c.chain),
+        ("choice", "*-", lambda c: c.best),
+    ):
         found = [pick(c) for c in tuned.choices]
-        right.plot([s.goodput / s.num_requests for s in found], [s.goodput for s in found], mark, label=name, alpha=0.85)
+        right.plot(
+            [s.goodput / s.num_requests for s in found], [s.goodput for s in found], mark, label=name, alpha=0.85
+        )
     for c in tuned.choices:
         at = (c.best.goodput / c.num_requests, c.best.goodput)
         right.annotate(f"b={c.num_requests}", at, xytext=(4, 5), textcoords="offset points", fontsize=8)
@@ -225,7 +249,10 @@ def plot(tuned: Tuned, path: Path) -> None:
     right.legend(fontsize=8)
     right.grid(alpha=0.3)
     stamp = "".join(f"\n{line}" for line in tuned.stamps)
-    figure.suptitle(f"{tuned.curve.target} with {tuned.curve.drafter}, {tuned.curve.machine}, context {tuned.context}{stamp}", fontsize=10)
+    figure.suptitle(
+        f"{tuned.curve.target} with {tuned.curve.drafter}, {tuned.curve.machine}, context {tuned.context}{stamp}",
+        fontsize=10,
+    )
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

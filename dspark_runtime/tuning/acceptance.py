@@ -72,13 +72,13 @@ def checked_suite(
                 "that accepts position i accepted all before it; conditional rates go in --rates)"
             )
     if num_steps is not None:
-        if type(num_steps) is not int or num_steps < MIN_STEPS:
-            raise ConfigError(f"{where}num_steps: found {num_steps!r}, allowed: {MIN_STEPS} or more (too few samples)")
+        if type(num_steps) is not int or num_steps < 1:
+            raise ConfigError(f"{where}num_steps: found {num_steps!r}, allowed: a number of steps, 1 or more")
     if acceptance_length is not None:
         length = _numbers([acceptance_length], f"{where}acceptance_length")[0]
         if length > len(rates) + 1:
             raise ConfigError(
-                f"{where}acceptance_length: found {length:g}, allowed: at most {len(rates) + 1} with {len(rates)} drafts"
+                f"{where}acceptance_length: found {length:g}, allowed: at most {len(rates) + 1} at {len(rates)} drafts"
             )
         if abs(length - 1 - sum(rates)) > 0.02 * length:
             raise ConfigError(
@@ -88,7 +88,9 @@ def checked_suite(
     if profile is not None:
         ranks = tuple(_numbers(profile, f"{where}profile"))
         if not ranks or any(not 0 <= p <= 1 for p in ranks) or sum(ranks) > 1 + 1e-6:
-            raise ConfigError(f"{where}profile: found {list(ranks)}, allowed: shares of 0 to 1 that add up to at most 1")
+            raise ConfigError(
+                f"{where}profile: found {list(ranks)}, allowed: shares of 0 to 1 that add up to at most 1"
+            )
     return Suite(name, tuple(rates), num_steps, ranks, **trace)
 
 
@@ -111,7 +113,9 @@ def typed(text: str, conditional: bool, num_steps: int | None) -> Suite:
         return checked_suite("typed", values, num_steps)
     bad = next((v for v in values if not 0 <= v <= 1), None)
     if bad is not None:
-        raise ConfigError(f"rates: found {bad:g}, allowed: 0 to 1 (share of drafts, given that all before were accepted)")
+        raise ConfigError(
+            f"rates: found {bad:g}, allowed: 0 to 1 (share of drafts, given that all before were accepted)"
+        )
     return checked_suite("typed", np.cumprod(values).tolist(), num_steps)
 
 
@@ -142,12 +146,14 @@ def read_acceptance(path: Path, temperature: float | None = None) -> list[Suite]
 
 
 def _suites_of_eval(rows: list[object], temperature: float | None, path: Path) -> list[Suite]:
-    """The chains of an evaluation. Survival is the product of the conditional rates: a step that a stop token ended says
-    nothing of the positions behind it, so the unconditional rates there rest on fewer steps."""
+    """The chains of an evaluation. Survival is the product of the conditional rates: a step that a stop token ended
+    says nothing of the positions behind it, so the unconditional rates there rest on fewer steps."""
     chains = [r for r in rows if isinstance(r, dict) and r.get("shape") == "chain" and "suite" in r]
     found = list(dict.fromkeys(r.get("temperature") for r in chains))
     if not chains:
-        raise ConfigError(f"{path}: results: found no chains, allowed: a file of `dspark eval --json` with the shape chain")
+        raise ConfigError(
+            f"{path}: results: found no chains, allowed: a file of `dspark eval --json` with the shape chain"
+        )
     if temperature is None:
         temperature = found[0]
     if temperature not in found:
@@ -213,6 +219,13 @@ def _suite_of_steps(name: str, steps: list[tuple[int, int, list[float]]], where:
     return checked_suite(
         name, survival, len(steps), where=where, accepted=accepted, requests=requests, confidence=confidence
     )
+
+
+def enough(suites: Sequence[Suite], field: str) -> None:
+    """Raises ConfigError where all suites together rest on too few steps."""
+    known = [s.num_steps for s in suites if s.num_steps is not None]
+    if known and sum(known) < MIN_STEPS:
+        raise ConfigError(f"{field}: found {sum(known)} steps in all, allowed: {MIN_STEPS} or more (too few samples)")
 
 
 # ----------------------------------------------------------------------------------------------- what it could be

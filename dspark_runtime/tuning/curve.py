@@ -205,14 +205,10 @@ def _add(terms: dict[int, float], index: int, weight: float) -> None:
     terms[index] = terms.get(index, 0.0) + weight
 
 
-def _weights(
-    sizes: list[int], x: float, between: str, field: str, why: str, less: int = 0
-) -> dict[int, float]:
+def _weights(sizes: list[int], x: float, between: str, field: str, why: str, less: int = 0) -> dict[int, float]:
     """{measured size: weight} of a size x. less: what the user calls the size is that much smaller."""
     if not sizes[0] <= x <= sizes[-1]:
-        raise ConfigError(
-            f"{field}: found {x - less:g}, allowed: {sizes[0] - less} to {sizes[-1] - less}, {why}"
-        )
+        raise ConfigError(f"{field}: found {x - less:g}, allowed: {sizes[0] - less} to {sizes[-1] - less}, {why}")
     above = next(n for n in sizes if n >= x)
     if above == x or between == "step":
         return {above: 1.0}

@@ -28,13 +28,15 @@ def predicted_curve(
 ) -> Curve:
     """The achievable layer of the model as a curve. drafter: an architecture of configs/models with a drafter section,
     "ngram" or "none". chain: drafts of the chains (default: all up to the drafter's). The interval of a step is taken
-    as two standard deviations to either side, and as an error that all points share in proportion: one machine's kernels
-    are all a little faster or slower than the model's."""
+    as two standard deviations to either side, and as an error that all points share in proportion: one machine's
+    kernels are all a little faster or slower than the model's."""
     model, machine = load_architecture(target), load_hardware(hardware)
     own = drafter not in ("ngram", "none")
     proposer = load_architecture(drafter) if own else None
     if own and proposer.drafter is None:
-        raise ConfigError(f"drafter: found {drafter!r}, allowed: ngram, none, or an architecture with a drafter section")
+        raise ConfigError(
+            f"drafter: found {drafter!r}, allowed: ngram, none, or an architecture with a drafter section"
+        )
     depth = 0 if drafter == "none" else proposer.drafter.num_drafts if own else DEPTH
     lengths = sorted({0, *(range(depth + 1) if chain is None else chain)})
     if lengths[-1] > depth:
@@ -49,7 +51,9 @@ def predicted_curve(
                 whole = step_time(model, machine, parallelism, load, proposer if tokens > 1 else None)
                 notes.update(whole.notes)
                 if not whole.achievable.mid:
-                    raise ConfigError(f"hardware: found {hardware!r}, allowed: one with measured kernels or an efficiency")
+                    raise ConfigError(
+                        f"hardware: found {hardware!r}, allowed: one with measured kernels or an efficiency"
+                    )
                 # The drafter's pass is of as many positions as the tree is deep, however large it is.
                 if own and tokens > deep + 1:
                     narrow = step_time(model, machine, parallelism, replace(load, tokens=deep + 1), proposer)

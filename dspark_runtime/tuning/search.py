@@ -1,5 +1,5 @@
-"""Which shape gives the most tokens a second: every chain and, for every size and depth, the best tree, at the cost that
-the curve says. Acceptance alone decides nothing: the goodput R * AL / step does.
+"""Which shape gives the most tokens a second: every chain and, for every size and depth, the best tree, at the cost
+that the curve says. Acceptance alone decides nothing: the goodput R * AL / step does.
 
 Uncertainty: acceptance is resampled from its steps and every point of the curve from its spread; a shape is computed
 under the same resamples as its rivals, so differences are paired. A predicted curve errs in all points alike. No torch.
@@ -222,7 +222,11 @@ def _choose(
     every = [
         score(curve, s, num_requests, context)
         for s in shapes
-        if (s.spec.num_drafts <= reach[0] if s.spec.is_chain else s.spec.num_nodes <= reach[1] and s.spec.depth <= reach[0])
+        if (
+            s.spec.num_drafts <= reach[0]
+            if s.spec.is_chain
+            else s.spec.num_nodes <= reach[1] and s.spec.depth <= reach[0]
+        )
     ]
     plain = every[0]
     # With so many requests, most tokens/s and least time per token are the same shape: the limit only judges it.

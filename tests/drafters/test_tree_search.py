@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from drafters.topology import TreeSpec
-from drafters.tree_search import best_tree, expected_length, profile_of, smallest_tree
+from drafters.tree_search import best_tree, best_trees, expected_length, profile_of, smallest_tree, survival
 from dspark_runtime.configs import FOLDER, load_tree
 
 SHIPPED = sorted(p for p in (FOLDER / "trees").glob("*.yaml") if "profile" in yaml.safe_load(p.read_text()))
@@ -25,6 +25,15 @@ def test_no_tree_is_better(profile: list[float], nodes: int, depth: int) -> None
     want = max(expected_length(spec, profile) for n in range(1, nodes + 1) for spec in every_tree(n, depth))
     spec = best_tree(profile, nodes, depth)
     assert expected_length(spec, profile) == pytest.approx(want) and spec.num_nodes <= nodes and spec.depth <= depth
+
+
+@pytest.mark.parametrize("profiles", [[[0.9, 0.05], [0.3, 0.3, 0.3], [0.8]], [[0.2, 0.5], [0.9, 0.02]]])
+def test_rates_that_change_with_depth(profiles: list[list[float]]) -> None:
+    found = best_trees(profiles, 7)
+    for nodes, spec in enumerate(found, start=1):
+        want = max(sum(survival(s, profiles)) for n in range(1, nodes + 1) for s in every_tree(n, len(profiles)))
+        assert sum(survival(spec, profiles)) == pytest.approx(want)
+        assert spec.num_nodes <= nodes and spec.depth <= len(profiles)
 
 
 def test_a_profile_has_the_chains_length() -> None:
