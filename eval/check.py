@@ -1,7 +1,8 @@
 """`dspark check`: in seconds, is a pair of target and drafter sound?
 
 Every check has a known answer: a target that drafts for itself accepts everything; speculative output equals plain
-output; prompt lengths around page and chunk edges change nothing. What is left is the drafter's own quality: its AL.
+output; prompt lengths around page and chunk edges change nothing. What is left is the drafter's own quality: its
+AL, and for a checkpoint that reads hidden states whether it is read as it was trained (`eval.check_drafter`).
 """
 
 from __future__ import annotations
@@ -75,12 +76,14 @@ def check(
     expect_al: float | None,
     tolerance: float,
     min_al: float,
+    context: int | None,
     say: Callable[[str], None],
-) -> bool:
-    """Load the pair, run every check, say one line for each; True if all passed."""
+) -> list[dict[str, Any]]:
+    """Load the pair, run every check, say one line for each. One row a check: check, passed, text, and its numbers."""
     target = load(config.target, config)
     drafter = make_drafter(config.drafter, target, config)
-    return check_pair(target, drafter, config.num_speculative_tokens[-1], tree, expect_al, tolerance, min_al, say)
+    k = config.num_speculative_tokens[-1]
+    return check_pair(target, drafter, k, tree, expect_al, tolerance, min_al, context, say)
 
 
 def check_pair(
@@ -91,11 +94,15 @@ def check_pair(
     expect_al: float | None,
     tolerance: float,
     min_al: float,
+    context: int | None,
     say: Callable[[str], None],
-) -> bool:
+) -> list[dict[str, Any]]:
     from drafters.draft_model import DraftModel
+    from drafters.dspark.drafter import BlockDrafter
+    from drafters.dspark.eagle3 import Eagle3Drafter
     from drafters.tree import TreeSpec
     from dspark_runtime.configs import load_tree
+    from eval.check_drafter import check_drafter
 
     model = target.model
     dtype = str(model.dtype).removeprefix("torch.")
@@ -106,17 +113,16 @@ def check_pair(
     else:
         prompts = random_ids(6, 24, model.vocab_size, seed=0)
     tokens = 20
-    all_passed = True
+    rows: list[dict[str, Any]] = []
 
-    def verdict(passed: bool, text: str) -> None:
-        nonlocal all_passed
-        all_passed &= passed
+    def verdict(name: str, passed: bool, text: str, **numbers: Any) -> None:
+        rows.append(dict(check=name, passed=passed, text=text, **numbers))
         say(f"{'ok  ' if passed else 'FAIL'}  {text}")
 
-    def same(name: str, plain: list[RequestOutput], other: list[RequestOutput]) -> None:
+    def same(name: str, what: str, plain: list[RequestOutput], other: list[RequestOutput]) -> None:
         differ, ties = compare_outputs(plain, other, gap)
-        text = f"{name}: {len(other) - differ} of {len(other)} outputs equal plain decoding"
-        verdict(differ == ties, text + (f", {ties} near ties within {dtype} rounding" if ties else ""))
+        text = f"{what}: {len(other) - differ} of {len(other)} outputs equal plain decoding"
+        verdict(name, differ == ties, text + (f", {ties} near ties within {dtype} rounding" if ties else ""))
 
     say(f"target {target.name} ({dtype}), drafter {drafter.name if drafter is not None else 'none'}, k={k}")
     plain = run(model, prompts, tokens, logprobs=logprobs)
@@ -134,23 +140,24 @@ def check_pair(
     drafted = sum(o.num_drafted for o in [*twin, *alone])
     accepted = sum(o.num_accepted for o in [*twin, *alone])
     enough = accepted == drafted if not gap else accepted >= 0.9 * drafted
-    verdict(enough and drafted > 0, f"target as its own drafter: {accepted} of {drafted} drafts accepted")
+    verdict("twin", enough and drafted > 0, f"target as its own drafter: {accepted} of {drafted} drafts accepted")
     lengths = ", ".join(str(len(ids)) for ids in edges)
     same(
+        "prompt_lengths",
         f"prompt lengths {lengths} (page {PAGE}, chunk {CHUNK})",
         [*reference, *(reference[i] for i in at_chunk)],
         [*twin, *alone],
     )
 
     if drafter is None:
-        return all_passed
+        return rows
     chain = run(model, prompts, tokens, drafter, TreeSpec.chain(k))
-    same(f"chain of {k}", plain, chain)
+    same("chain", f"chain of {k}", plain, chain)
     if drafter.can_tree:
         spec = load_tree(tree) if tree else TreeSpec(TREE)
-        same(f"tree {tree or 'of 6 drafts, depth 3'}", plain, run(model, prompts, tokens, drafter, spec))
+        same("tree", f"tree {tree or 'of 6 drafts, depth 3'}", plain, run(model, prompts, tokens, drafter, spec))
     elif tree:
-        verdict(False, f"tree {tree}: {drafter.name} drafts chains only")
+        verdict("tree", False, f"tree {tree}: {drafter.name} drafts chains only")
     else:
         say(f"      tree: not checked, {drafter.name} drafts chains only")
 
@@ -159,11 +166,13 @@ def check_pair(
     taken = sum(o.num_accepted for o in chain)
     line = f"AL {length:.2f} over {len(prompts)} prompts of {tokens} tokens ({taken} of {proposed} drafts accepted)"
     if not proposed:
-        verdict(False, f"DEAD DRAFTER: {drafter.name} proposed nothing; {line}")
+        verdict("al", False, f"DEAD DRAFTER: {drafter.name} proposed nothing; {line}")
     elif length < min_al:
-        verdict(False, f"DEAD DRAFTER: almost nothing is accepted, below --min-al {min_al:g}; {line}")
+        verdict("al", False, f"DEAD DRAFTER: almost nothing is accepted, below --min-al {min_al:g}; {line}")
     elif expect_al is not None:
-        verdict(abs(length - expect_al) <= tolerance, f"{line}; expected {expect_al:g} ± {tolerance:g}")
+        verdict("al", abs(length - expect_al) <= tolerance, f"{line}; expected {expect_al:g} ± {tolerance:g}")
     else:
-        verdict(True, line)
-    return all_passed
+        verdict("al", True, line)
+    if isinstance(drafter, (BlockDrafter, Eagle3Drafter)):
+        check_drafter(model, drafter, prompts, k, min_al, context, verdict)
+    return rows

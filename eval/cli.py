@@ -335,6 +335,7 @@ def evaluate(
 
 @app.command()
 def check(
+    context_of_call: typer.Context,
     target: Target = None,
     drafter: Drafter = None,
     k: K = None,
@@ -344,6 +345,11 @@ def check(
     ] = None,
     tolerance: Annotated[float, typer.Option(help="Allowed distance from --expect-al.")] = 0.1,
     min_al: Annotated[float, typer.Option(help="A drafter below this is called dead and fails.")] = 1.05,
+    context: Annotated[
+        Optional[int],
+        typer.Option(help="Longest context to check a drafter's AL at (default: 512, or past its own short range)."),
+    ] = None,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the verdicts to this file.")] = None,
     device: Device = None,
     dtype: Annotated[str, typer.Option(help="float32 demands equal tokens; 16-bit types allow near ties.")] = "float32",
     weights: Weights = None,
@@ -369,10 +375,21 @@ def check(
     if not tolerance >= 0:
         raise DsparkError(f"tolerance: found {tolerance}, allowed: 0 or more")
 
+    if context is not None and context < 1:
+        raise DsparkError(f"context: found {context}, allowed: 1 or more")
+    place = json_file if json_file is None or json_file.exists() else json_file.parent
+    if place is not None and (json_file.is_dir() or not os.access(place, os.W_OK)):
+        raise DsparkError(f"json: found {str(json_file)!r}, allowed: a file that can be written")
+
     from eval.check import check as run_check
 
-    sound = run_check(settings, tree, expect_al, tolerance, min_al, print)
-    raise typer.Exit(0 if sound else 1)
+    rows = run_check(settings, tree, expect_al, tolerance, min_al, context, print)
+    if json_file is not None:
+        from eval.environment import write_result
+
+        pair = dict(target=settings.target, drafter=settings.drafter)
+        write_result(json_file, context_of_call.obj, rows, seed=settings.seed, **pair)
+    raise typer.Exit(0 if all(row["passed"] for row in rows) else 1)
 
 
 @app.command()
