@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dspark_runtime.errors import CheckpointError, ConfigError, DsparkError
-from eval.prompts import PromptSet, encode, load_prompts, random_ids
+from dspark_runtime.prompts import PromptSet, encode, load_prompts, random_ids
 from eval.schema import REAL, BenchConfig, BenchRow, Environment, Run, Spread, StepMs
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_runtime.errors import DsparkError
 from eval.bench import load, make_drafter
-from eval.prompts import encode, load_prompts, random_ids
+from dspark_runtime.prompts import encode, load_prompts, random_ids
 from eval.schema import BenchConfig
 
 if TYPE_CHECKING:

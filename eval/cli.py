@@ -393,6 +393,44 @@ def check(
 
 
 @app.command()
+def train(
+    recipe_file: Annotated[str, typer.Argument(metavar="RECIPE", help="A name of configs/train, or a YAML file.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the run; an unfinished run in it goes on.")],
+    prompts: Annotated[
+        Optional[list[Path]], typer.Option(help='JSONL of user turns, {"turns": [text]} a line; may be repeated.')
+    ] = None,
+    evaluation: Annotated[
+        Optional[list[Path]], typer.Option(help="JSONL of evaluation prompts, never trained on; may be repeated.")
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that answer side by side on one device.")] = 1,
+    stop_after: Annotated[str, typer.Option(help="prompts, answers or training.")] = "training",
+    minutes: Annotated[
+        Optional[float], typer.Option(min=0, help="Of training in this call; the run can go on later.")
+    ] = None,
+    init: Annotated[Optional[Path], typer.Option(help="Drafter checkpoint to start from.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a DSpark drafter: prompts, the target's own answers, then the drafter in OUT/training/drafter."""
+    import json
+
+    from training.config import load_train_config
+    from training.run import train as run_train
+
+    report, close = progress_bar(quiet)
+    try:
+        summary = run_train(
+            load_train_config(recipe_file), out, report, prompts=prompts or (), evaluation=evaluation or (),
+            device=device or "auto", dtype=dtype or "auto", workers=workers, stop_after=stop_after,
+            seconds=None if minutes is None else minutes * 60, init=init,
+        )  # fmt: skip
+    finally:
+        close()
+    print(json.dumps(summary, indent=1))
+
+
+@app.command()
 def doctor() -> None:
     """What this machine has, and what a run would use."""
     from eval.doctor import doctor as facts
@@ -484,7 +522,7 @@ def profile(
     drafter: Drafter = None,
     k: K = None,
     tree_tokens: Annotated[
-        Optional[str], typer.Option(help="Sizes of trees, root included: 8,16,32 (default where the drafter makes trees); 0: none.")
+        Optional[str], typer.Option(help="Sizes of trees, root included: 8,16,32 (default, but not for ngram); 0: none.")
     ] = None,
     num_requests: Annotated[Optional[str], typer.Option("-b", "--num-requests", help="Requests at once: 1,8,32.")] = None,
     context: Annotated[str, typer.Option(help="Tokens in the cache of each request: 1024 or 1024,8192.")] = "256",

@@ -19,8 +19,8 @@ from drafters.dspark import calibration
 from drafters.topology import TreeSpec
 from dspark_runtime.configs import FOLDER
 from dspark_runtime.errors import ConfigError, DsparkError
+from dspark_runtime.prompts import PromptSet, encode, load_prompts
 from eval.bench import Progress, load, make_drafter, relative_std
-from eval.prompts import PromptSet, encode, load_prompts
 from eval.schema import EvalConfig, EvalRow
 
 if TYPE_CHECKING:

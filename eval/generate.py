@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from dspark_runtime.errors import ConfigError, DsparkError
 from eval.bench import load, make_drafter, shapes
-from eval.prompts import encode
+from dspark_runtime.prompts import encode
 from eval.schema import BenchConfig
 
 REPLACEMENT = "\ufffd"

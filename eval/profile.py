@@ -120,7 +120,7 @@ def profile(
     command: str,
     progress: Progress,
 ) -> Curve:
-    """Measure. tree_tokens: None for 8, 16, 32 where the drafter makes trees. between: auto, step or linear."""
+    """Measure. tree_tokens: None for 8, 16, 32 where the drafter ranks choices. between: auto, step or linear."""
     from drafters.topology import TreeSpec
     from dspark_runtime.synthetic import SyntheticLaw
     from eval import bench
@@ -138,7 +138,8 @@ def profile(
         )
     if tree_tokens and not drafter.can_tree:
         raise ConfigError(f"tree_tokens: found {tree_tokens[0]}, allowed: none ({drafter.name} drafts chains only)")
-    sizes = tree_tokens if tree_tokens is not None else (8, 16, 32) if drafter.can_tree and max(ks) > 1 else ()
+    grows = drafter.can_tree and drafter.name != "ngram" and max(ks) > 1
+    sizes = tree_tokens if tree_tokens is not None else (8, 16, 32) if grows else ()
     specs = [TreeSpec.chain(k) for k in sorted(set(ks)) if k] + trees(sizes, min(DEPTH, max(ks)))
 
     points: list[Point] = []

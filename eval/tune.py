@@ -82,8 +82,13 @@ def find(asked: Asked, command: str) -> Tuned:
         notes.append(
             f"acceptance was measured on {other[0]} with {other[1]}, the curve on {curve.target} with {curve.drafter}"
         )
-    choices = tune(curve, suites, requests, context, asked.latency, asked.trees, asked.seed)
-    if any(c.tree for c in choices) and pooled(suites).profile is None:
+    trees = asked.trees and (curve.method != "ngram" or pooled(suites).profile is not None)
+    choices = tune(curve, suites, requests, context, asked.latency, trees, asked.seed)
+    if asked.trees and not trees:
+        notes.append(
+            "trees: not tried, prompt lookup ranks nothing that could be assumed; a suite's profile would tell"
+        )
+    elif any(c.tree for c in choices) and pooled(suites).profile is None:
         notes.append(
             "trees: rank acceptances are assumed from the chain's rates (ranks 2 to 16 hold 75 % of what the first "
             "misses, each 0.45 of the one before); check a tree with --measure or with real prompts"
@@ -107,7 +112,7 @@ def find(asked: Asked, command: str) -> Tuned:
         if small:
             notes.append(f"suites of fewer than {MIN_STEPS} steps have no line of their own: {', '.join(small)}")
         apart = [
-            (s, tune(curve, [s], requests, context, asked.latency, asked.trees, asked.seed))
+            (s, tune(curve, [s], requests, context, asked.latency, trees, asked.seed))
             for s in suites
             if s.name not in small
         ]

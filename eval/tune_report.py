@@ -76,8 +76,8 @@ def choices(tuned: Tuned) -> str:
         late = "" if c.within else " (too slow)"
         rows.append((
             str(c.num_requests), b.shape.name + late, c.speculate, f"{b.shape.acceptance_length:.2f}",
-            f"{b.draft_ms:.2f}", f"{b.verify_ms:.2f}", rate(b.goodput), f"{rate(b.low)}-{rate(b.high)}", f"{b.goodput / c.num_requests:.1f}",
-            f"{b.tpot_ms:.2f}", f"{b.goodput / c.plain.goodput:.2f}", f"{c.ratio[0]:.2f}-{c.ratio[1]:.2f}",
+            f"{b.draft_ms:.2f}", f"{b.verify_ms:.2f}", rate(b.goodput), f"{rate(b.low)}-{rate(b.high)}",
+            f"{b.goodput / c.num_requests:.1f}", f"{b.tpot_ms:.2f}", f"{b.goodput / c.plain.goodput:.2f}", f"{c.ratio[0]:.2f}-{c.ratio[1]:.2f}",
             "" if c.break_even is None else f"{c.break_even:.2f}",
         ))  # fmt: skip
     return table(

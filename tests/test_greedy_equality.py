@@ -17,7 +17,7 @@ from drafters.tree import TreeSpec
 from dspark_runtime.configs import load_tree
 from dspark_runtime.engine import Engine
 from dspark_runtime.sampling import SamplingParams
-from eval.prompts import encode, load_prompts
+from dspark_runtime.prompts import encode, load_prompts
 
 TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS)

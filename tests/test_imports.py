@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ["verify_kernels", "drafters", "dspark_runtime", "eval"]  # each may import itself and what stands before it
+ORDER = ["verify_kernels", "drafters", "dspark_runtime", "training", "eval"]  # each may import itself and what stands before it
 
 
 def imported(path: Path) -> set[str]:

@@ -6,7 +6,8 @@ backend runs is decided here and nowhere else:
 
 - `use("auto")` (the default): on a CPU what `verify_kernels.cpu` offers, on CUDA the CuTe DSL kernels of
   `verify_kernels.cute`, and the reference for operations that they do not have. A GPU or a shape that the kernels do not
-  serve is an error (`errors.KernelError`, ValueError), never a silent fallback;
+  serve is an error (`errors.KernelError`, ValueError), never a silent fallback. What asks for gradients (a drafter in
+  training) is the reference's: kernels have no backward;
 - `use("reference")`: the torch reference, always.
 
 `chosen()` reports what runs on a device, so that no command has to guess.
@@ -73,6 +74,8 @@ def chosen(device_type: str) -> dict[str, str]:
 
 def _op(name: str) -> Callable[..., Any]:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in (x, *args)):
+            return _REFERENCE[name](x, *args, **kwargs)
         device = x.device if isinstance(x, torch.Tensor) else _device_of(x)
         return _table(device.type)[name](x, *args, **kwargs)
 

@@ -23,7 +23,7 @@ from dspark_runtime.models.transformer import Transformer, tensor_shapes
 from tests.drafters.dspark_cases import write
 from tests.dspark_runtime.passes import Pages
 
-V, H, HALF, HEADS, KV, D, LAYERS, BACK, THETA, SHARP = 48, 32, 16, 4, 2, 8, 6, 5, 100.0, 16.0
+V, H, HALF, HEADS, KV, D, LAYERS, BACK, THETA, SHARP = 48, 32, 16, 4, 2, 32, 6, 5, 100.0, 16.0
 DIMS = dict(
     vocab_size=V, hidden_size=H, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
     num_key_value_heads=KV, head_dim=D, rms_norm_eps=1e-6, max_position_embeddings=256, rope_theta=THETA,
@@ -43,6 +43,11 @@ def _pointer(back: float, length: float) -> Tensor:
 
 
 def target(architecture: str = "qwen3") -> Transformer:
+    config, tensors = target_tensors(architecture)
+    return Transformer(config, tensors, name="planted", dtype=torch.float32, device="cpu")
+
+
+def target_tensors(architecture: str = "qwen3") -> tuple[ModelConfig, dict[str, Tensor]]:
     config = ModelConfig(
         architecture=architecture, **{k: v for k, v in DIMS.items() if k != "rope_theta"}, rope=dict(rope_theta=THETA)
     )
@@ -73,7 +78,7 @@ def target(architecture: str = "qwen3") -> Transformer:
         else:
             w[layer + "self_attn.o_proj.weight"] *= 0
             w[layer + "mlp.down_proj.weight"] *= 4.0 if i < 4 else 0.0
-    return Transformer(config, w, name="planted", dtype=torch.float32, device="cpu")
+    return config, w
 
 
 def drafter_tensors(model: Transformer, config: dict[str, Any] = CONFIG) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from dspark_runtime.records import StepRecord
 from dspark_runtime.synthetic import SyntheticLaw
 from eval.bench import Point, Repeat, acceptance_numbers, bench, finish_row, plan, sampling_error, time_numbers
 from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
-from eval.prompts import encode, load_prompts, random_ids
+from dspark_runtime.prompts import encode, load_prompts, random_ids
 from eval.schema import bench_config
 from tests.eval.rows import row
 

@@ -27,7 +27,7 @@ from eval.evaluate import (
     speed_numbers, steps_of,
 )  # fmt: skip
 from eval.evaluate_report import plot, tables
-from eval.prompts import DEFAULT, PromptSet, load_prompts
+from dspark_runtime.prompts import DEFAULT, PromptSet, load_prompts
 from eval.schema import EvalConfig, EvalRow
 from tests.drafters.dspark_cases import DEEPSPEC, V, block_tensors, target, write
 from tests.drafters.scripted_cases import PROMPT, STREAM, logits, right_for
@@ -48,8 +48,8 @@ def numbers(drafter: ScriptedDrafter, depth: int, max_tokens: int, *eos: int, pr
     [
         # Three tokens a step. Five are asked for; the second step counts in full.
         (2, 5, [], 2, 6, [1, 1, 0, 0], [1, 1, 0, None]),
-        # The fifth token ends the request. It is the second draft of the second step: no bonus, positions 3 and 4 of that
-        # step were never judged.
+        # The fifth token ends the request. It is the second draft of the second step: no bonus, positions 3 and 4 of
+        # that step were never judged.
         (2, 99, [STREAM[4]], 2, 5, [1, 1, 0, 0], [1, 1, 0, None]),
         # The sixth token ends it: the token behind the accepted drafts. The third draft was judged and refused.
         (2, 99, [STREAM[5]], 2, 6, [1, 1, 0, 0], [1, 1, 0, None]),
@@ -236,8 +236,7 @@ def test_fitting_writes_a_file_that_the_next_run_applies(pair: tuple[SimpleNames
     assert later.fitted is None
     for a, b in zip(found.rows, later.rows):
         assert a == b and a.ece_after is not None and a.num_timed == 0 and a.speedup is None
-    # The file says what a float64 scaling of the head's own logits gives: the run's errors are those of the drafter as it
-    # is served.
+    # What was scaled afterwards is what the drafter says itself, once it is loaded with the file.
     engine = Engine(where.model, load_drafter(folder, where.model), max_model_len=128, record_confidence=True)
     prompts = [Letters()(text)["input_ids"] for text in Q.texts]
     steps = steps_of(roll_out(engine, TreeSpec.chain(4), prompts, plain, 0.0), 4, head=True)

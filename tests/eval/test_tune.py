@@ -60,7 +60,8 @@ def here(name: str = "curve.json", **fields: object) -> str:
     """A curve of this machine: 1 request is latency-bound, 8 are in doubt, 64 pay for every token."""
     environment = {"cpu": cpu_name(), "cores": cores(), "gpu": None, "cuda_graph": False}
     points = [p for b in (1, 8, 64) for p in steps(b, 32, 0.4)]
-    made = curve(points, **dict(environment=environment, target="smollm2", drafter="ngram") | fields)
+    pair = dict(target="smollm2", drafter="draft:qwen3-0.6b", method="draft")
+    made = curve(points, **dict(environment=environment) | pair | fields)
     Path(name).write_text(made.model_dump_json())
     return name
 
@@ -144,7 +145,7 @@ def test_tune_prints_choices_regrets_and_vllms_option(capsys: pytest.CaptureFixt
     assert pasted == result["speculative_config"]
     best = {c["num_requests"]: c["best_chain"]["num_speculative_tokens"] for c in result["choices"]}
     check_vllm(pasted, best)
-    assert pasted["method"] == "ngram" and pasted["num_speculative_tokens_per_batch_size"][-1] == [9, 64, 0]
+    assert pasted["method"] == "draft_model" and pasted["num_speculative_tokens_per_batch_size"][-1] == [9, 64, 0]
 
 
 VLLM_FIELDS = {  # of speculative_config in vLLM 0.33 (config/speculative.py)
@@ -168,6 +169,7 @@ def check_vllm(config: dict, best: dict[int, int]) -> None:
 @pytest.mark.parametrize(
     ("drafter", "method", "want"),
     [
+        ("ngram", "ngram", {"method": "ngram", **NGRAM}),
         ("draft:qwen3-0.6b", "draft", {"method": "draft_model", "model": "qwen3-0.6b"}),
         ("draft:self", "draft", {"method": "draft_model", "model": "smollm2"}),
         ("some/dspark_block7", "dspark", {"method": "dspark", "model": "some/dspark_block7"}),
@@ -193,7 +195,7 @@ def test_plain_everywhere_leaves_vllms_option_out(capsys: pytest.CaptureFixture[
 
 
 def test_the_recipe_is_benchs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dspark("tune", here(), *RATES, "--yaml", "best.yaml") == 0
+    assert dspark("tune", here(), *RATES, "--yaml", "best.yaml", "--drafter", "ngram") == 0
     config = bench_config(read_yaml(Path("best.yaml")), "best.yaml")
     assert config.target == "smollm2" and config.num_requests == [1, 8, 64] and config.context_len == 64
     assert config.dtype == "float32" and 7 in config.num_speculative_tokens and config.tree
@@ -232,6 +234,17 @@ def test_a_trace_gives_a_threshold(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(Path("t.json").read_text())["choices"]
     assert row["confidence"]["pays"] and row["confidence"]["gain"][0] > 1
     assert "verify while product >= " in out
+
+
+def test_prompt_lookup_gets_trees_from_a_measured_profile_only(capsys: pytest.CaptureFixture[str]) -> None:
+    path = here(drafter="ngram", method="ngram")
+    assert dspark("tune", path, "--rates", "0.1,0.5", "-b", "1", "--json", "t.json") == 0
+    assert "trees: not tried, prompt lookup ranks nothing" in capsys.readouterr().out
+    assert json.loads(Path("t.json").read_text())["choices"][0]["best_tree"] is None
+    suite = {"name": "a", "survival": [0.1, 0.05], "num_steps": 500, "profile": [0.1, 0.05, 0.02]}
+    Path("a.json").write_text(json.dumps({"suites": [suite]}))
+    assert dspark("tune", path, "--acceptance", "a.json", "-b", "1", "--json", "t.json") == 0
+    assert json.loads(Path("t.json").read_text())["choices"][0]["best_tree"]["acceptance_length"] < 1.3
 
 
 def test_measure_puts_the_prediction_beside_what_ran(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def load_prompts(path: str | Path | None = None) -> PromptSet:
         raise ConfigError(f"prompts: {path}: {error.strerror or error}") from None
     texts = []
     try:
-        lines = raw.decode().splitlines()
+        lines = raw.decode().split("\n")  # not splitlines: U+2028 may stand in a text
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts: {path}: not UTF-8 (byte {error.start})") from None
     for number, line in enumerate(lines, start=1):

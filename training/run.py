@@ -1,0 +1,223 @@
+"""A whole training run in one folder: prompts, answers, steps. Every stage that is done is left as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from training.config import TrainConfig
+from dspark_runtime.errors import ConfigError
+
+STAGES = ("prompts", "answers", "training")
+
+Report = Callable[[str, int, int], None]
+"""report(what, done, total)"""
+
+
+def train(
+    config: TrainConfig,
+    folder: Path,
+    report: Report,
+    *,
+    prompts: Sequence[Path] = (),
+    evaluation: Sequence[Path] = (),
+    device: str = "auto",
+    dtype: str = "auto",
+    workers: int = 1,
+    stop_after: str = STAGES[-1],
+    seconds: float | None = None,
+    init: Path | None = None,
+) -> dict[str, Any]:
+    """Run the stages up to `stop_after`, or go on with a stopped run; returns what the run is made of.
+
+    prompts: JSONL files to answer beside the self-written turns. evaluation: JSONL files that are never trained on.
+    workers: processes that answer side by side on one device. seconds: of training in this call, then stop and save.
+    init: a drafter checkpoint to start from.
+    Raises ConfigError for what does not fit together.
+    """
+    if stop_after not in STAGES:
+        raise ConfigError(f"stop_after: found {stop_after!r}, allowed: {', '.join(STAGES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    _keep_recipe(config, folder)
+    if not (folder / "prompts.jsonl").is_file():
+        _write_prompts(config, folder, report, prompts, evaluation, device, dtype)
+    if stop_after == "prompts":
+        return _summary(folder)
+    _answer(config, folder, report, device, dtype, workers)
+    if stop_after == "answers":
+        return _summary(folder)
+    _train(config, folder, report, device, dtype, seconds, init)
+    return _summary(folder)
+
+
+def _keep_recipe(config: TrainConfig, folder: Path) -> None:
+    """The recipe of the data lies beside it: a folder belongs to one. Training may be repeated with another schedule."""
+    path, data = folder / "recipe.json", config.model_dump(mode="json", include={"target", "seed", "prompts", "answers"})
+    if path.is_file():
+        if json.loads(path.read_text()) != data:
+            raise ConfigError(f"{folder}: holds prompts and answers of another recipe, allowed: a new folder")
+        return
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _engine(config: TrainConfig, device: str, dtype: str, max_tokens: int) -> tuple[Any, Any]:
+    """(engine, target) that decodes plainly, many requests at once."""
+    from dspark_runtime.engine import Engine
+    from dspark_runtime.targets import load_target
+
+    target = load_target(config.target, device=device, dtype=dtype)
+    if target.tokenizer is None:
+        raise ConfigError(f"target: {config.target} has no tokenizer, needed to read and write prompts")
+    length = min(target.model.max_model_len, config.training.row_length)
+    rows = config.answers.num_requests
+    engine = Engine(
+        target.model, max_num_requests=rows, max_model_len=length, max_prefill_tokens=16384,
+        num_pages=rows * -(-min(length, 2 * max_tokens) // 16) + 1,
+    )  # fmt: skip
+    return engine, target
+
+
+def _write_prompts(
+    config: TrainConfig, folder: Path, report: Report, files: Sequence[Path], evaluation: Sequence[Path], device: str, dtype: str
+) -> None:
+    from training.prompts import Forbidden, from_file, self_write, write
+    from dspark_runtime.prompts import load_prompts
+
+    forbidden = Forbidden(load_prompts(path).texts for path in evaluation)
+    found = [prompt for path in files for prompt in from_file(path, forbidden)]
+    if config.prompts.self_written:
+        engine, target = _engine(config, device, dtype, 2 * config.prompts.max_tokens)
+        found += self_write(
+            engine, target.tokenizer, config.prompts, forbidden, config.seed, lambda *x: report("prompts", *x)
+        )
+    if not found:
+        raise ConfigError("prompts: found none, allowed: prompts.self_written above 0 in the recipe, or --prompts FILE")
+    import random
+
+    random.Random(config.seed).shuffle(found)
+    write(folder / "prompts.jsonl", found)
+
+
+def _answer(config: TrainConfig, folder: Path, report: Report, device: str, dtype: str, workers: int) -> None:
+    from training.rollout import jobs, read_prompts, shard_path
+
+    prompts = read_prompts(folder / "prompts.jsonl")
+    shards = range(-(-len(jobs(prompts, config.answers)) // config.answers.shard))
+    if all(shard_path(folder / "answers", i).is_file() for i in shards):
+        return
+    if workers == 1:
+        _answer_part(config, folder, device, dtype, (0, 1), lambda *x: report("answers", *x))
+        return
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    counts = [context.Value("l", 0) for _ in range(workers)]
+    total = len(jobs(prompts, config.answers))
+    processes = [
+        context.Process(target=_worker, args=(config, folder, device, dtype, (i, workers), counts[i]), daemon=True)
+        for i in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        for process in processes:
+            process.join(0.5)
+        report("answers", sum(count.value for count in counts), total)
+        if any(process.exitcode for process in processes):
+            break
+    for process in processes:
+        if process.exitcode:
+            for other in processes:
+                other.terminate()
+            raise ConfigError(f"answers: a worker ended with exit code {process.exitcode}; its own message is above")
+
+
+def _worker(config: TrainConfig, folder: Path, device: str, dtype: str, part: tuple[int, int], count: Any) -> None:
+    def report(done: int, total: int) -> None:
+        count.value = done
+
+    _answer_part(config, folder, device, dtype, part, report)
+
+
+def _answer_part(
+    config: TrainConfig, folder: Path, device: str, dtype: str, part: tuple[int, int], report: Callable[[int, int], None]
+) -> None:
+    from training.rollout import answer, read_prompts
+
+    engine, target = _engine(config, device, dtype, config.answers.max_tokens)
+    prompts = read_prompts(folder / "prompts.jsonl")
+    answer(engine, target.tokenizer, prompts, config.answers, folder / "answers", config.seed, report, part)
+
+
+def _train(
+    config: TrainConfig, folder: Path, report: Report, device: str, dtype: str, seconds: float | None, init: Path | None
+) -> None:
+    from training.rollout import load_shards
+    from training.trainer import Trainer
+    from dspark_runtime.targets import load_target
+
+    target = load_target(config.target, device=device, dtype=dtype)
+    tokens, lengths = load_shards(folder / "answers")
+    if len(lengths) < 2:
+        raise ConfigError(f"{folder}: found {len(lengths)} answers, allowed: 2 or more")
+    cuda = target.model.device.type == "cuda"
+    trainer = Trainer(config, target, tokens, lengths, folder / "training", compile=cuda, init=init)
+
+    def progress(done: int, total: int, parts: dict[str, float]) -> None:
+        report(f"training, AL {parts['tau']:.2f}", done, total)
+
+    finished = trainer.run(progress, seconds)
+    if finished:
+        held = trainer.evaluate()
+        _json(folder / "training" / "held_out.json", held)
+    plot(trainer.curve, folder / "training" / "curve.png")
+
+
+def plot(curve: Sequence[dict[str, float]], path: Path) -> None:
+    """The run as a picture: AL under the real prefix (1 + Σ survival) and the losses, over steps."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    steps = [point["step"] for point in curve]
+    left.plot(steps, [point["tau"] for point in curve], color="black", linewidth=1)
+    left.set(xlabel="step", ylabel="AL at T=1 under the real prefix, tokens", title="acceptance length in training")
+    for name, label in (("ce", "cross-entropy, nats"), ("tv", "‖q - p‖₁"), ("confidence", "confidence, nats")):
+        right.plot(steps, [point[name] for point in curve], label=label, linewidth=1)
+    right.set(xlabel="step", title="losses", ylim=(0, None))
+    right.legend()
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """Counts of what the folder holds: prompts by source, answers, tokens, and where training stands."""
+    from collections import Counter
+
+    from training.rollout import load_shards, read_prompts
+
+    prompts = read_prompts(folder / "prompts.jsonl")
+    _, lengths = load_shards(folder / "answers")
+    found: dict[str, Any] = {
+        "prompts": dict(Counter(p["source"] for p in prompts)),
+        "answers": len(lengths),
+        "answer_tokens": int(lengths[:, 1].sum()),
+    }
+    state = folder / "training" / "state.json"
+    if state.is_file():
+        values = json.loads(state.read_text())
+        found |= {"step": values["step"], "seconds": values["seconds"], "last": values["curve"][-1] if values["curve"] else None}
+    held = folder / "training" / "held_out.json"
+    if held.is_file():
+        found["held_out"] = json.loads(held.read_text())
+    return found
