@@ -27,6 +27,7 @@ from dspark_runtime.models.base import Model
 from dspark_runtime.records import StepRecord
 from dspark_runtime.request import Request, RequestOutput, TokenLogprob
 from dspark_runtime.sampling import SamplingParams, SamplingState
+from dspark_runtime.scheduling.scheduler import Scheduler
 from dspark_runtime.step import StepResult, decode
 from dspark_runtime.synthetic import SyntheticLaw
 from dspark_runtime.timing import PhaseTimer
@@ -43,7 +44,8 @@ class Engine:
     `acceptance.RULES`. synthetic: replaces the acceptance decision by a stated law. detokenize: needed for stop strings
     and for `RequestOutput.text`. cuda_graph: replay captured steps (CUDA only) where every request is greedy and none
     asks for log-probabilities; other batches run the same step uncaptured. record_confidence: step records hold the
-    drafts' confidences, which costs one more read of the device a step.
+    drafts' confidences, which costs one more read of the device a step. scheduler: trims every step's trees before they
+    are verified (CPU only).
 
     Raises ConfigError for what does not fit together.
     """
@@ -64,6 +66,7 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         cuda_graph: bool = False,
         record_confidence: bool = False,
+        scheduler: Scheduler | None = None,
     ) -> None:
         for field, value in (
             ("max_num_requests", max_num_requests),
@@ -107,18 +110,20 @@ class Engine:
         self._steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._generations = torch.full((rows,), -1, dtype=torch.int64, device=device)  # one for each stay in a row
         self._page_table = torch.full((rows, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
 
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # running request i owns row i
         self._next_id = 0
+        self._next_generation = 0
         self._sampling: SamplingState | None = None  # None: the batch changed
         self._graphs = GraphCache() if cuda_graph else None
         self._timer = PhaseTimer(device)
         self.records: list[StepRecord] = []
         self.prefill_ms: list[float] = []
         self.num_preemptions = 0
-        self.configure(spec or TreeSpec.chain(0), synthetic, rejection_sample_method)
+        self.configure(spec or TreeSpec.chain(0), synthetic, rejection_sample_method, scheduler)
 
     # ------------------------------------------------------------------ configuration
 
@@ -127,8 +132,9 @@ class Engine:
         spec: TreeSpec | None = None,
         synthetic: SyntheticLaw | None = None,
         rejection_sample_method: str = "auto",
+        scheduler: Scheduler | None = None,
     ) -> None:
-        """Change tree, synthetic law and acceptance rule between runs, without reloading. Only while idle."""
+        """Change tree, synthetic law, acceptance rule and scheduler between runs, without reloading. Only while idle."""
         if self.has_work:
             raise ConfigError("configure: found requests in flight, allowed: only while the engine is idle")
         spec = spec or TreeSpec.chain(0)
@@ -150,7 +156,14 @@ class Engine:
         self._can_sample = self._can_sample and self._rule != "node"
         if synthetic is not None and synthetic.depth != spec.depth:
             raise ConfigError(f"synthetic: made for depth {synthetic.depth}, expected the tree's depth {spec.depth}")
-        self.spec, self.synthetic = spec, synthetic
+        if scheduler is not None:
+            if self.model.device.type != "cpu":
+                # A GPU's pass is as wide as the widest tree could be, so that trimming would save nothing.
+                raise ConfigError(f"scheduler: found device {self.model.device.type}, allowed: cpu (not built elsewhere)")
+            if synthetic is not None:
+                raise ConfigError("scheduler: found with a synthetic law, allowed: real acceptance, which confidence is of")
+            scheduler.start(spec, self._generations, bool(spec.is_chain and getattr(drafter, "temperatures", ())))
+        self.spec, self.synthetic, self.scheduler = spec, synthetic, scheduler
 
     def _nodes(self, spec: TreeSpec) -> int:
         """Cache slots past the context that a step may write."""
@@ -298,6 +311,8 @@ class Engine:
         self._steps[row] = request.num_steps
         self._seeds[row] = request.seed
         self._temperature[row] = 0.0 if request.params.is_greedy else request.params.temperature
+        self._generations[row] = self._next_generation
+        self._next_generation += 1
         self._page_table[row] = SCRATCH_PAGE
         self._sampling = None
 
@@ -326,7 +341,9 @@ class Engine:
                 self._steps,
                 self._seeds,
                 self._temperature,
+                self._generations,
                 self._page_table,
+                *(self.scheduler.rows if self.scheduler is not None else ()),
             ):
                 buffer[row] = buffer[last]
         self._running.pop()
@@ -424,6 +441,7 @@ class Engine:
                 spec,
                 self._rule,
                 self.synthetic,
+                self.scheduler,
                 self._steps[:num],
                 self._can_sample and not self._sampling.all_greedy,
                 num_logprobs,

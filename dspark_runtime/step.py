@@ -1,4 +1,4 @@
-"""One draft-and-verify step as tensor code: draft, verify, accept, commit.
+"""One draft-and-verify step as tensor code: draft, schedule, verify, accept, commit.
 
 Nothing here reads the device back to the host (on a CPU, where reading is free, ragged trees are flattened without
 padding), so on CUDA the whole step is one capturable graph.
@@ -18,6 +18,7 @@ from drafters.tree import DraftTree, TreeSpec
 from dspark_runtime import acceptance, sampling
 from dspark_runtime.acceptance import Accepted
 from dspark_runtime.models.base import Model
+from dspark_runtime.scheduling.scheduler import Scheduler
 from dspark_runtime.synthetic import SyntheticLaw
 from dspark_runtime.synthetic import accept as synthetic_accept
 from verify_kernels import ops, rng
@@ -178,15 +179,18 @@ def decode(
     spec: TreeSpec,
     rule: str,
     law: SyntheticLaw | None,
+    scheduler: Scheduler | None,
     steps: Tensor,
     sample_drafts: bool,
     num_logprobs: int | None,
     mark: Callable[[str], None],
 ) -> StepResult:
-    """The whole step on tensors. `mark(phase)` is called as each phase ends."""
+    """The whole step on tensors. `mark(phase)` is called as each phase ends; scheduling counts as drafting."""
     tree = draft(drafter, state, spec, sample_drafts)
     if law is not None:
         tree = fill(tree, state, spec)
+    if scheduler is not None:
+        tree = scheduler.schedule(tree, state)
     worst = tree.tokens.amax(1)
     worst = torch.where(worst >= model.vocab_size, worst, -1)
     if tree.width > 1:
@@ -200,6 +204,8 @@ def decode(
     mark("verify")
 
     accepted = accept(tree, state, verified, params, rule, law, steps)
+    if scheduler is not None:
+        scheduler.observe(tree, accepted)
     logprobs = None
     if num_logprobs is not None:
         chosen = verified.logits[rows.gather(1, accepted.path.clamp(min=0)).flatten()]

@@ -1,0 +1,91 @@
+"""How likely a draft is accepted, learned while requests run: for drafters whose word is missing or not calibrated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafters.topology import TreeSpec
+from drafters.tree import DraftTree
+from dspark_runtime.acceptance import Accepted
+
+BINS = 16
+LOGITS = 5.0
+"""What a draft is judged by falls into BINS bins, equally wide in its logit from -LOGITS to LOGITS."""
+DECAY = 0.99
+"""What a step leaves of all counts before it."""
+PRIOR = 2.0
+"""Weight, in drafts, of what is believed without any: an unseen draft is worth verifying, and after its counts have
+decayed a hopeless one is tried again."""
+RECENT = 0.2
+"""Weight of a request's newest step in its recent rate."""
+
+
+class OnlineEstimator:
+    """Counts of drafts and accepted drafts by depth and by one number that says something of a draft, decayed.
+
+    That number is the drafter's own confidence where there is one; where drafts were sampled, the largest probability
+    of the law they were drawn from; else the share of the request's recent drafts that were accepted, with a bin of its
+    own for a request without any. None of them depends on the draft's own token, as schedules of sampled drafts demand.
+    The estimate leans on the drafter's confidence, or on 1, with the weight of PRIOR drafts.
+    """
+
+    def __init__(self, spec: TreeSpec, generations: Tensor) -> None:
+        """generations [rows] int64: see `Scheduler.start`."""
+        device, rows = generations.device, generations.shape[0]
+        self.generations = generations
+        self.edges = torch.linspace(-LOGITS, LOGITS, BINS - 1, device=device).sigmoid()
+        self.seen, self.taken = (torch.zeros((spec.depth + 1) * (BINS + 1), device=device) for _ in range(2))
+        self.recent = torch.zeros(rows, device=device)
+        self.owner = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.rows = (self.recent, self.owner)
+        self.state = (self.seen, self.taken, *self.rows)
+
+    def estimate(self, tree: DraftTree, depths: Tensor) -> Tensor:
+        """[R, n] float32: probability that a node is accepted, given that its parent was. Roots and padding: anything.
+
+        depths [R, n] or [n] int64 of the tree's nodes.
+        """
+        r, n = tree.tokens.shape
+        prior: Tensor | float = 1.0
+        if tree.confidence is not None:
+            prior = tree.confidence
+            bins = torch.bucketize(prior.contiguous(), self.edges)
+        elif tree.probs is not None:
+            above = torch.arange(-1, n - 1, device=depths.device).expand(r, n) if tree.is_chain else tree.parents
+            bins = torch.bucketize(tree.probs.amax(2).gather(1, above.clamp(min=0)), self.edges)
+        else:
+            known = self.owner[:r] == self.generations[:r]
+            bins = torch.where(known, torch.bucketize(self.recent[:r], self.edges), BINS)[:, None]
+        self._cells = (depths * (BINS + 1) + bins).expand(r, n)
+        return (self.taken[self._cells] + PRIOR * prior) / (self.seen[self._cells] + PRIOR)
+
+    def trim(self, keep: Tensor) -> None:
+        """The tree lost the nodes outside keep [R, n] bool, and the others moved to the front."""
+        self._cells = self._cells.gather(1, (~keep).to(torch.int8).argsort(dim=1, stable=True))
+
+    def observe(self, tree: DraftTree, accepted: Accepted) -> None:
+        """Learn from the verified tree of this step: a node is judged where its parent was accepted."""
+        r, n = tree.tokens.shape
+        nodes = torch.arange(n, device=tree.tokens.device)
+        if tree.is_chain:
+            kept = accepted.num_emitted[:, None] - 1
+            judged = (nodes >= 1) & (nodes <= kept + 1) & (nodes < tree.num_nodes[:, None])
+            taken = judged & (nodes <= kept)
+        else:
+            on = torch.zeros(r, n + 1, dtype=torch.bool, device=nodes.device)
+            on = on.scatter(1, torch.where(accepted.path >= 0, accepted.path, n), True)[:, :n]
+            judged = (tree.parents >= 0) & on.gather(1, tree.parents.clamp(min=0))
+            taken = judged & on
+        cells = self._cells[:, :n]
+        # Whole numbers, so that their order does not matter to the sums.
+        for counts, which in ((self.seen, judged), (self.taken, taken)):
+            new = torch.zeros_like(counts).scatter_add_(0, cells.flatten(), which.flatten().float())
+            counts.mul_(DECAY).add_(new)
+        total = judged.sum(1)
+        share = taken.sum(1) / total.clamp(min=1)
+        known = self.owner[:r] == self.generations[:r]
+        recent = torch.where(known, torch.lerp(self.recent[:r], share, RECENT), share)
+        judged = total > 0
+        self.recent[:r] = torch.where(judged, recent, self.recent[:r])
+        self.owner[:r] = torch.where(judged, self.generations[:r], self.owner[:r])
