@@ -102,7 +102,33 @@ class CommitVariant:
         return f"commit_w{self.words}"
 
 
-AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant
+@dataclasses.dataclass(frozen=True)
+class LinearVariant:
+    """Constants of the small-T linear; see `linear.kernel.Linear`.
+
+    tokens: columns of the product, 8, 16, 32 or 64, of which a call may use fewer; rows, tile_k: the tile of weights
+    that a stage holds; early: dependents may launch from the start on, not from the last read of weights on.
+    """
+
+    dtype: str
+    tokens: int
+    rows: int
+    tile_k: int
+    stages: int
+    bias: bool = False
+    residual: bool = False
+    swiglu: bool = False
+    pdl: bool = True
+    early: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = {"bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "early": self.early, "nopdl": not self.pdl}
+        ends = "".join(f"_{name}" for name, on in flags.items() if on)
+        return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
+
+
+AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant
 
 
 def default_folder() -> Path:
@@ -110,11 +136,11 @@ def default_folder() -> Path:
 
 
 @functools.cache
-def fingerprint() -> str:
-    """Hash of the kernel sources and the architecture."""
+def fingerprint(family: str) -> str:
+    """Hash of a family's kernel sources (its folder and this file) and of the architecture."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
-    for source in sorted(folder.rglob("*.py")):
+    for source in [Path(__file__), *sorted((folder / family).rglob("*.py"))]:
         digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update(ARCH.encode())
     return digest.hexdigest()
@@ -149,7 +175,8 @@ def check_install() -> None:
 def library(variant: AnyVariant, folder: Path | None = None) -> Path:
     """Where a variant's library lies. Without the DSL: the one built elsewhere from these very sources."""
     folder = folder or default_folder()
-    key = hashlib.sha256(f"{fingerprint()} {variant}".encode()).hexdigest()[:16]
+    family = "linear" if isinstance(variant, LinearVariant) else "attention"
+    key = hashlib.sha256(f"{fingerprint(family)} {variant}".encode()).hexdigest()[:16]
     if dsl_version() != "none":
         return folder / f"{variant.name}-{key}-dsl{dsl_version()}.so"
     found = sorted(folder.glob(f"{variant.name}-{key}-dsl*.so"))
@@ -188,6 +215,7 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     from verify_kernels.cute.attention.plan import Plan
     from verify_kernels.cute.attention.schedule import RECORD
     from verify_kernels.cute.attention.verify import VerifyAttention
+    from verify_kernels.cute.linear.kernel import Linear
 
     f32, i32, size = cutlass.Float32, cutlass.Int32, cute.sym_int32
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -212,6 +240,28 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     constants = dataclasses.asdict(variant)
     dtype = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}[constants.pop("dtype")]
     tokens, pages, slots = size(), size(), size()
+    if isinstance(variant, LinearVariant):
+        rows, k = size(), size(divisibility=8)
+
+        def matrix(*shape: Any, align: int) -> Any:
+            """Rows may lie apart: a slice of another product, or weights of more than 2^31 elements."""
+            return make_fake_tensor(dtype, shape, (cute.sym_int64(divisibility=align), 1), assumed_align=2 * align)
+
+        groups = variant.rows // 64
+        return cute.compile(
+            Linear(dtype, **constants),
+            matrix(tokens, k, align=8),
+            matrix(rows, k, align=8),
+            matrix(tokens, size(), align=1),
+            fake(f32, slots, groups, variant.tokens // 8, 128, 4),
+            fake(i32, size()),
+            fake(dtype, rows) if variant.bias else None,
+            matrix(tokens, rows, align=1) if variant.residual else None,
+            i32(1),
+            i32(1),
+            stream,
+            options=options,
+        )
     if isinstance(variant, AppendVariant):
 
         def strided(heads: int) -> Any:

@@ -1,0 +1,377 @@
+"""Small-T linear for Hopper (sm_90a): y[T, N] = x[T, K] W[N, K]^T for a few tokens, at the speed of reading W.
+
+The weights are the M side of wgmma and the tokens its N side, so 8 tokens cost 8 columns and not 64 rows. One producer
+warp streams tiles of W, and the matching columns of x, through TMA into a ring in shared memory; each warpgroup
+multiplies 64 rows of a tile. The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that several
+CTAs share are summed in float32 through L2, in the order of k whoever comes last, so results do not change from run to
+run.
+
+Launched with programmatic dependent launch, the producer fills the ring with weights, which no kernel writes, before it
+waits for x. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+WARPGROUP = 128
+BOX = 64  # columns of a TMA box: 128 bytes, one swizzle row
+LOG2_E = 1.4426950408889634
+
+
+class Linear:
+    """One compiled variant; see `compile.LinearVariant` for the constants."""
+
+    def __init__(
+        self,
+        dtype: type[cutlass.Numeric],
+        tokens: int,
+        rows: int,
+        tile_k: int,
+        stages: int,
+        *,
+        bias: bool,
+        residual: bool,
+        swiglu: bool,
+        pdl: bool,
+        early: bool,
+    ) -> None:
+        if tokens not in (8, 16, 32, 64):
+            raise ValueError(f"linear: tokens is {tokens}, allowed: 8, 16, 32, 64")
+        if rows not in (64, 128, 256):
+            raise ValueError(f"linear: rows is {rows}, allowed: 64, 128, 256")
+        if tile_k not in (64, 128):
+            raise ValueError(f"linear: tile_k is {tile_k}, allowed: 64, 128")
+        if swiglu and (bias or residual):
+            raise ValueError("linear: found swiglu with bias or residual, allowed: swiglu alone")
+        self.dtype, self.tokens, self.rows, self.tile_k, self.stages = dtype, tokens, rows, tile_k, stages
+        self.bias, self.residual, self.swiglu, self.pdl, self.early = bias, residual, swiglu, pdl, early
+        self.groups = rows // 64  # warpgroups
+        self.boxes = tile_k // BOX
+        self.stage_bytes = (rows + tokens) * tile_k * 2
+        # Half of an SM's shared memory: the next kernel's CTAs fill their rings while this one still runs.
+        self.resident = 2 if self.stage_bytes * stages <= 112 * 1024 else 1
+        self.at_once = {8: 8, 16: 8, 32: 4, 64: 2}[tokens]  # partial sums in flight: at most 64 registers
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # [T, K], rows may be strided
+        w: cute.Tensor,  # [N, K], rows may be strided
+        y: cute.Tensor,  # [T, N], or [T, N / 2] with swiglu
+        partial: cute.Tensor,  # [2 * units, groups, tokens / 8, 128, 4] float32
+        counters: cute.Tensor,  # [units * groups] int32, zero before and after
+        bias: cute.Tensor | None,  # [N]
+        residual: cute.Tensor | None,  # [T, N]
+        units: Int32,
+        share: Int32,
+        stream: Any,
+    ) -> None:
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        w_layout = cute.tile_to_shape(atom, (self.rows, self.tile_k, self.stages), (0, 1, 2))
+        x_layout = cute.tile_to_shape(atom, (self.tokens, self.tile_k, self.stages), (0, 1, 2))
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        w_atom, w_tma = cpasync.make_tiled_tma_atom(
+            load, w, cute.tile_to_shape(atom, (self.rows, BOX), (0, 1)), (self.rows, BOX)
+        )
+        x_atom, x_tma = cpasync.make_tiled_tma_atom(
+            load, x, cute.tile_to_shape(atom, (self.tokens, BOX), (0, 1)), (self.tokens, BOX)
+        )
+        major = warpgroup.OperandMajorMode.K
+        mma = hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, self.tokens)
+        )
+        self.kernel(
+            w_atom, w_tma, x_atom, x_tma, w, y, partial, counters, bias, residual, share, w_layout, x_layout, mma
+        ).launch(
+            grid=[units, 1, 1],
+            block=[self.groups * WARPGROUP + 32, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=100,
+            use_pdl=self.pdl,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        w_atom: cute.CopyAtom,
+        w_tma: cute.Tensor,
+        x_atom: cute.CopyAtom,
+        x_tma: cute.Tensor,
+        w: cute.Tensor,
+        y: cute.Tensor,
+        partial: cute.Tensor,
+        counters: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        share: Int32,
+        w_layout: cute.ComposedLayout,
+        x_layout: cute.ComposedLayout,
+        mma: cute.TiledMma,
+    ) -> None:
+        thread, _, _ = cute.arch.thread_idx()
+        unit, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+
+        smem = cutlass.memory.SmemAllocator()
+        full = smem.allocate_array(Int64, 2 * self.stages)
+        empty = full + self.stages
+        arrived = smem.allocate_tensor(Int32, cute.make_layout(self.groups), 16)
+        s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
+        s_x = smem.allocate_tensor(self.dtype, x_layout.outer, 1024, x_layout.inner)
+
+        if warp == 0:
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(full + s, 1)
+                    cute.arch.mbarrier_init(empty + s, 4 * self.groups)
+            cpasync.prefetch_descriptor(w_atom)
+            cpasync.prefetch_descriptor(x_atom)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        k_tiles = (w.shape[1] + self.tile_k - 1) // self.tile_k
+        begin = unit * share
+        end = cutlass.min(begin + share, (w.shape[0] + self.rows - 1) // self.rows * k_tiles)
+        if const_expr(self.early):
+            cute.arch.griddepcontrol_launch_dependents()
+        if warp == 4 * self.groups:
+            self.produce(w_atom, w_tma, x_atom, x_tma, s_w, s_x, full, empty, begin, end, k_tiles)
+        else:
+            self.consume(
+                mma, s_w, s_x, full, empty, arrived, w, y, partial, counters, bias, residual, unit, share, begin, end,
+                k_tiles, thread,
+            )
+
+    @cute.jit
+    def produce(
+        self,
+        w_atom: cute.CopyAtom,
+        w_tma: cute.Tensor,
+        x_atom: cute.CopyAtom,
+        x_tma: cute.Tensor,
+        s_w: cute.Tensor,
+        s_x: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        begin: Int32,
+        end: Int32,
+        k_tiles: Int32,
+    ) -> None:
+        w_s, w_g = self.boxes_of(w_atom, w_tma, s_w, self.rows)
+        x_s, x_g = self.boxes_of(x_atom, x_tma, s_x, self.tokens)
+        count = end - begin
+        ahead = cutlass.min(count, self.stages)
+        for i in cutlass.range(ahead, unroll=1):
+            self.load_w(w_atom, w_s, w_g, full, begin + i, i, k_tiles)
+        cute.arch.griddepcontrol_wait()
+        for i in cutlass.range(ahead, unroll=1):
+            self.load_x(x_atom, x_s, x_g, full, begin + i, i, k_tiles)
+        for i in cutlass.range(ahead, count, unroll=1):
+            stage, phase = i % self.stages, (i // self.stages) & 1
+            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+            self.load_w(w_atom, w_s, w_g, full, begin + i, stage, k_tiles)
+            self.load_x(x_atom, x_s, x_g, full, begin + i, stage, k_tiles)
+        if const_expr(not self.early):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def boxes_of(
+        self, atom: cute.CopyAtom, tma: cute.Tensor, s_ring: cute.Tensor, rows: cutlass.Constexpr[int]
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Boxes of shared memory (box, 1, boxes of a stage, stages) and of the matrix (box, row tiles, K / BOX)."""
+        g_boxes = cute.flat_divide(tma, (rows, BOX))
+        s_boxes = cute.flat_divide(s_ring, (rows, BOX))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
+        )
+
+    @cute.jit
+    def load_w(
+        self,
+        atom: cute.CopyAtom,
+        w_s: cute.Tensor,
+        w_g: cute.Tensor,
+        full: cute.Pointer,
+        tile: Int32,
+        stage: Int32,
+        k_tiles: Int32,
+    ) -> None:
+        """The stage's barrier waits for the bytes of W and of x, whichever is asked for first."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
+        for c in cutlass.range_constexpr(self.boxes):
+            box = tile % k_tiles * self.boxes + c
+            cute.copy(atom, w_g[None, tile // k_tiles, box], w_s[None, 0, c, stage], tma_bar_ptr=full + stage)
+
+    @cute.jit
+    def load_x(
+        self,
+        atom: cute.CopyAtom,
+        x_s: cute.Tensor,
+        x_g: cute.Tensor,
+        full: cute.Pointer,
+        tile: Int32,
+        stage: Int32,
+        k_tiles: Int32,
+    ) -> None:
+        for c in cutlass.range_constexpr(self.boxes):
+            box = tile % k_tiles * self.boxes + c
+            cute.copy(atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage)
+
+    @cute.jit
+    def consume(
+        self,
+        mma: cute.TiledMma,
+        s_w: cute.Tensor,
+        s_x: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        arrived: cute.Tensor,
+        w: cute.Tensor,
+        y: cute.Tensor,
+        partial: cute.Tensor,
+        counters: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        unit: Int32,
+        share: Int32,
+        begin: Int32,
+        end: Int32,
+        k_tiles: Int32,
+        thread: Int32,
+    ) -> None:
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        local = thread % WARPGROUP
+        lanes = mma.get_slice(0)
+        own = cute.flat_divide(s_w, (64, self.tile_k))[None, None, group, 0, None]  # (64, tile_k, stages)
+        f_w = mma.make_fragment_A(lanes.partition_A(own))
+        f_x = mma.make_fragment_B(lanes.partition_B(s_x))
+        acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        cute.arch.griddepcontrol_wait()
+
+        for n in cutlass.range(begin // k_tiles, (end + k_tiles - 1) // k_tiles, unroll=1):
+            first = cutlass.max(begin, n * k_tiles)
+            last = cutlass.min(end, (n + 1) * k_tiles)
+            acc.fill(0.0)
+            for tile in cutlass.range(first, last, unroll=1):
+                i = tile - begin
+                stage, phase = i % self.stages, (i // self.stages) & 1
+                cute.arch.mbarrier_wait(full + stage, phase)
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(self.tile_k // 16):
+                    cute.gemm(atom, acc, f_w[None, None, k, stage], f_x[None, None, k, stage], acc)
+                warpgroup.commit_group()
+                # One product stays in flight: the stage before is free.
+                warpgroup.wait_group(1)
+                if tile > first:
+                    self.release(empty + (i - 1) % self.stages)
+            warpgroup.wait_group(0)
+            self.release(empty + (last - 1 - begin) % self.stages)
+
+            finish = True
+            if last - first < k_tiles:
+                finish = self.share_sums(acc, arrived, partial, counters, unit, share, n, first, k_tiles, group, local)
+            if finish:
+                self.store(acc, y, bias, residual, w.shape[0], n, group, local)
+
+    @cute.jit
+    def release(self, empty: cute.Pointer) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+
+    @cute.jit
+    def share_sums(
+        self,
+        acc: cute.Tensor,
+        arrived: cute.Tensor,
+        partial: cute.Tensor,
+        counters: cute.Tensor,
+        unit: Int32,
+        share: Int32,
+        n: Int32,
+        first: Int32,
+        k_tiles: Int32,
+        group: Int32,
+        local: Int32,
+    ) -> cutlass.Boolean:
+        """Leaves this unit's sums of a row tile in L2. The last unit to arrive has the whole sum in acc and is told so."""
+        blocks = self.tokens // 8
+        sums = cute.make_tensor(acc.iterator, cute.make_layout((4, blocks)))
+        first_unit = n * k_tiles // share
+        last_unit = (n * k_tiles + k_tiles - 1) // share
+        slot = 2 * unit
+        if first == n * k_tiles:
+            slot += 1
+        for b in cutlass.range_constexpr(blocks):
+            cute.autovec_copy(sums[None, b], partial[slot, group, b, local, None])
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+        if local == 0:
+            counter = counters.iterator + (first_unit * self.groups + group)
+            cute.arch.fence_acq_rel_gpu()
+            before = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+            cute.arch.fence_acq_rel_gpu()
+            if before == last_unit - first_unit:
+                counters[first_unit * self.groups + group] = 0
+            arrived[group] = before
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+        finish = arrived[group] == last_unit - first_unit
+        if finish:
+            acc.fill(0.0)
+            parts = cute.make_rmem_tensor(cute.make_layout((4, blocks, self.at_once)), Float32)
+            for u in cutlass.range(first_unit, last_unit + 1, self.at_once, unroll=1):
+                for j in cutlass.range_constexpr(self.at_once):
+                    part = cutlass.min(u + j, last_unit)
+                    at = 2 * part + (1 if part == first_unit else 0)
+                    for b in cutlass.range_constexpr(blocks):
+                        cute.autovec_copy(partial[at, group, b, local, None], parts[None, b, j])
+                for j in cutlass.range_constexpr(self.at_once):
+                    for b in cutlass.range_constexpr(blocks):
+                        for e in cutlass.range_constexpr(4):
+                            sums[e, b] = sums[e, b] + (parts[e, b, j] if u + j <= last_unit else Float32(0.0))
+        return finish
+
+    @cute.jit
+    def store(
+        self,
+        acc: cute.Tensor,
+        y: cute.Tensor,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        columns: Int32,
+        n: Int32,
+        group: Int32,
+        local: Int32,
+    ) -> None:
+        """This thread's sums to y: rows r and r + 8 of the warp's 16 are columns of y, and token pairs its rows."""
+        lane = cute.arch.lane_idx()
+        sums = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.tokens // 8)))  # (token, row, 8 tokens)
+        row = n * self.rows + group * 64 + local // 32 * 16
+        for b in cutlass.range_constexpr(self.tokens // 8):
+            for a in cutlass.range_constexpr(2):
+                t = 8 * b + lane % 4 * 2 + a
+                if t < y.shape[0]:
+                    if const_expr(self.swiglu):
+                        gate, up = sums[a, 0, b], sums[a, 1, b]
+                        if row + lane // 4 < columns:
+                            value = gate * up / (1.0 + cute.math.exp2(-gate * LOG2_E, fastmath=True))
+                            y[t, row // 2 + lane // 4] = value.to(self.dtype)
+                    else:
+                        for i in cutlass.range_constexpr(2):
+                            c = row + lane // 4 + 8 * i
+                            if c < columns:
+                                value = sums[a, i, b]
+                                if const_expr(self.bias):
+                                    value += bias[c].to(Float32)
+                                if const_expr(self.residual):
+                                    value += residual[t, c].to(Float32)
+                                y[t, c] = value.to(self.dtype)

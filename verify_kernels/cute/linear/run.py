@@ -1,0 +1,80 @@
+"""Host side of the small-T linear: which variant runs, and the call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verify_kernels.cute.compile import LinearVariant
+from verify_kernels.cute.linear.schedule import SLACK, plan
+from verify_kernels.errors import INSTEAD, KernelError
+
+Kernel = Callable[..., None]
+
+MAX_TOKENS = 64
+STAGES = {8: 12, 16: 12, 32: 11, 64: 9}
+"""Stages of 128 x 64 weights that fill an SM's shared memory, by tokens."""
+
+
+def choose(dtype: torch.dtype, tokens: int, *, bias: bool = False, residual: bool = False, swiglu: bool = False) -> LinearVariant:
+    """The variant for up to `tokens` tokens."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise KernelError(f"linear: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise KernelError(f"linear: found {tokens} tokens, allowed: 1 to {MAX_TOKENS}, {INSTEAD}")
+    padded = max(8, 1 << (tokens - 1).bit_length())
+    return LinearVariant(str(dtype).removeprefix("torch."), padded, 128, 64, STAGES[padded], bias, residual, swiglu)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _workspace(device: torch.device, units: int, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Partial sums, and counters that every call leaves at zero; calls on one stream share them."""
+    partial = torch.empty(2 * units, groups, tokens // 8, 128, 4, dtype=torch.float32, device=device)
+    return partial, torch.zeros(units * groups, dtype=torch.int32, device=device)
+
+
+_plan = functools.cache(plan)
+
+
+def linear(
+    kernel: Kernel,
+    variant: LinearVariant,
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    slack: float = SLACK,
+) -> Tensor:
+    """x [T, K], weight [N, K], bias [N], residual [T, N] -> out [T, N] (with swiglu [T, N / 2]). Capturable.
+
+    Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. slack: see
+    `schedule.plan`. The weights are read before earlier kernels of the stream are done: none of them may write them.
+    """
+    rows, k = weight.shape
+    if x.shape[0] > variant.tokens:
+        raise ValueError(f"linear: found {x.shape[0]} tokens, allowed by {variant.name}: {variant.tokens}")
+    if variant.swiglu and rows % 16:
+        raise ValueError(f"linear: found {rows} rows of gate and up, allowed: multiples of 16")
+    multiprocessors = _multiprocessors(x.device)
+    units, share = _plan(rows, k, variant.rows, variant.tile_k, multiprocessors, slack)
+    partial, counters = _workspace(x.device, multiprocessors, variant.rows // 64, variant.tokens)
+    kernel(x, weight, out, partial, counters, bias, residual, units, share)
+    return out
+
+
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """gate and up [N, K] -> [2 N, K] as the SwiGLU variant reads them: 8 rows of gate, 8 rows of up, and so on.
+
+    One thread of wgmma holds rows r and r + 8, so it holds both of a channel. N is a multiple of 8.
+    """
+    n, k = gate.shape
+    return torch.stack([gate.view(n // 8, 8, k), up.view(n // 8, 8, k)], dim=1).reshape(2 * n, k)
