@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verify_kernels.cute.compile import LinearVariant
-from verify_kernels.cute.linear.schedule import SLACK, plan
+from verify_kernels.cute.linear.schedule import plan
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]
@@ -52,12 +52,13 @@ def linear(
     out: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    slack: float = SLACK,
+    schedule: tuple[int, int] | None = None,
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N], residual [T, N] -> out [T, N] (with swiglu [T, N / 2]). Capturable.
 
-    Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. slack: see
-    `schedule.plan`. The weights are read before earlier kernels of the stream are done: none of them may write them.
+    Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. schedule:
+    (units, share), by default `schedule.plan`'s. The weights are read before earlier kernels of the stream are done:
+    none of them may write them.
     """
     rows, k = weight.shape
     if x.shape[0] > variant.tokens:
@@ -65,8 +66,8 @@ def linear(
     if variant.swiglu and rows % 16:
         raise ValueError(f"linear: found {rows} rows of gate and up, allowed: multiples of 16")
     multiprocessors = _multiprocessors(x.device)
-    units, share = _plan(rows, k, variant.rows, variant.tile_k, multiprocessors, slack)
-    partial, counters = _workspace(x.device, multiprocessors, variant.rows // 64, variant.tokens)
+    units, share = schedule or _plan(rows, k, variant.rows, variant.tile_k, multiprocessors)
+    partial, counters = _workspace(x.device, max(units, multiprocessors), variant.rows // 64, variant.tokens)
     kernel(x, weight, out, partial, counters, bias, residual, units, share)
     return out
 
