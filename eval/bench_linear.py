@@ -47,11 +47,17 @@ CONFIGS: dict[str, tuple[int, int, tuple[int, int, int, int], dict[str, bool]]] 
     "m64": (64, 128, (12, 11, 9, 7), {}),
     "m64 half": (64, 128, (6, 5, 4, 3), {}),
     "m64 half early": (64, 128, (6, 5, 4, 3), {"early": True}),
+    "m128 k128": (128, 128, (6, 6, 5, 4), {}),
     "m256": (256, 64, (6, 6, 6, 5), {}),
     "m128 no pdl": (128, 64, (12, 12, 11, 9), {"pdl": False}),
     "m64 no pdl": (64, 128, (12, 11, 9, 7), {"pdl": False}),
 }
-EPILOGUES: tuple[dict[str, bool], ...] = ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}, {"swiglu": True})
+EPILOGUES: tuple[dict[str, bool], ...] = (
+    {"bias": True},
+    {"residual": True},
+    {"bias": True, "residual": True},
+    {"swiglu": True},
+)
 
 
 def variant(config: str, tokens: int, **epilogue: bool) -> LinearVariant:
@@ -70,16 +76,30 @@ def jobs(cases: int) -> list[dict[str, Any]]:
     """What a run does, in order: a first look at every kernel, the times, then all random cases."""
     first = [(c, t, {}) for t in TOKENS[1:] for c in CONFIGS] + [("m128", t, e) for t in TOKENS[1:] for e in EPILOGUES]
     found: list[dict[str, Any]] = [{"job": "chain", "config": "torch", "tokens": t} for t in TOKENS]
-    found += [{"job": "smoke", "config": c, "tokens": t} for c, t in (("m128 no pdl", 8), ("m128", 8), ("m64", 8), ("m256", 64))]
-    found += [{"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": [s, s + 1]} for s, (c, t, e) in enumerate(first)]
+    found += [
+        {"job": "smoke", "config": c, "tokens": t}
+        for c, t in (("m128 no pdl", 8), ("m128", 8), ("m64", 8), ("m256", 64))
+    ]
+    found.append({"job": "op", "config": "m128", "tokens": 8})
+    found += [
+        {"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": [s, s + 1]}
+        for s, (c, t, e) in enumerate(first)
+    ]
     found += [{"job": "chain", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS]
-    found += [{"job": "matrix", "config": c, "tokens": t, "matrix": m} for m in (*LAYER, "head") for t in TOKENS for c in ("torch", *CONFIGS)]
+    found += [
+        {"job": "matrix", "config": c, "tokens": t, "matrix": m}
+        for m in (*LAYER, "head")
+        for t in TOKENS
+        for c in ("torch", *CONFIGS)
+    ]
     found += [{"job": "chain", "config": c, "tokens": t, "slack": 0.0} for t in TOKENS for c in ("m128", "m64")]
     found.append({"job": "read"})
     rest = max(cases - 2 * len(first), 0)
     for i in range(0, rest, 5):
         c, t, e = first[i // 5 * 7 % len(first)]
-        found.append({"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": list(range(1000 + i, 1000 + i + 5))})
+        found.append(
+            {"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": list(range(1000 + i, 1000 + i + 5))}
+        )
     return found
 
 
@@ -132,8 +152,26 @@ class Bench:
             found[name] = round(((out.float() - want).norm() / want.norm()).item(), 5)
             if wrong.any():
                 at = wrong.nonzero()
-                found[name + ", wrong"] = [int(wrong.sum()), wrong.numel(), at[:4].tolist(), at[-2:].tolist(), out.flatten()[:4].tolist(), want.flatten()[:4].tolist()]
+                found[name + ", wrong"] = [
+                    int(wrong.sum()),
+                    wrong.numel(),
+                    at[:4].tolist(),
+                    at[-2:].tolist(),
+                    out.flatten()[:4].tolist(),
+                    want.flatten()[:4].tolist(),
+                ]
         return {"errors": found, "bad": [name for name in found if name.endswith("wrong")]}
+
+    def op(self, config: str, tokens: int) -> dict[str, Any]:
+        """The operation as an engine would call it."""
+        from verify_kernels.cute import implementations
+
+        torch = self.torch
+        linear = implementations(self.folder, unmeasured=True)["linear"]
+        x, w = (torch.randn(n, 4096, device="cuda", dtype=torch.bfloat16) / 8 for n in (tokens - 3, 6144))
+        want = x.float() @ w.float().T
+        error = ((linear(x, w).float() - want).norm() / want.norm()).item()
+        return {"error": error, "bad": [] if error <= TOLERANCE else [f"error {error:.2e}"]}
 
     def check(self, config: str, tokens: int, epilogue: dict[str, bool], seeds: list[int]) -> dict[str, Any]:
         cases = [self.case(variant(config, tokens, **epilogue), seed) for seed in seeds]
@@ -148,8 +186,27 @@ class Bench:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         t = rng.choice([v.tokens, rng.randint(1, v.tokens), rng.randint(v.tokens // 2 + 1, v.tokens)])
-        n = rng.choice([6144, 4096, rng.randint(1, 40), rng.randint(1, 300), rng.randint(1, 9000), 8 * rng.randint(1, 1000), 64 * rng.randint(1, 300)])
-        k = rng.choice([4096, 12288, 8 * rng.randint(1, 20), 8 * rng.randint(1, 200), 8 * rng.randint(1, 1000), 64 * rng.randint(1, 64)])
+        n = rng.choice(
+            [
+                6144,
+                4096,
+                rng.randint(1, 40),
+                rng.randint(1, 300),
+                rng.randint(1, 9000),
+                8 * rng.randint(1, 1000),
+                64 * rng.randint(1, 300),
+            ]
+        )
+        k = rng.choice(
+            [
+                4096,
+                12288,
+                8 * rng.randint(1, 20),
+                8 * rng.randint(1, 200),
+                8 * rng.randint(1, 1000),
+                64 * rng.randint(1, 64),
+            ]
+        )
         if v.swiglu:
             n = -(-n // 16) * 16
         apart = 8 * rng.choice([0, 0, 1, 5])  # rows of x may lie apart
@@ -187,7 +244,10 @@ class Bench:
         torch = self.torch
         torch.manual_seed(0)
         return [
-            {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[1] ** -0.5 for name, shape in LAYER.items()}
+            {
+                name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[1] ** -0.5
+                for name, shape in LAYER.items()
+            }
             for _ in range(LAYERS)
         ]
 
@@ -218,7 +278,10 @@ class Bench:
         product = self.product(config, tokens, slack)
         torch.manual_seed(1)
         start = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
-        outs = [{m: torch.full((tokens, s[0]), float("nan"), device="cuda", dtype=torch.bfloat16) for m, s in LAYER.items()} for _ in range(LAYERS)]
+        outs = [
+            {m: torch.full((tokens, s[0]), float("nan"), device="cuda", dtype=torch.bfloat16) for m, s in LAYER.items()}
+            for _ in range(LAYERS)
+        ]
 
         def call() -> None:
             x = start
@@ -330,6 +393,7 @@ class Worker:
             except queue.Empty:
                 return None
             if line is None:
+                self.process.wait()
                 return None
             found: dict[str, Any] = json.loads(line)
             if "at" not in found:
@@ -364,7 +428,11 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
             file.write_text(json.dumps(result, indent=0) + "\n")
 
     for job in jobs(cases):
-        v = None if job.get("config") in (None, "torch") else variant(job["config"], job["tokens"], **job.get("epilogue", {})).name
+        v = (
+            None
+            if job.get("config") in (None, "torch")
+            else variant(job["config"], job["tokens"], **job.get("epilogue", {})).name
+        )
         left = deadline - time.monotonic()
         if v in out_of_use or left < 1:
             results.append(job | {"skipped": "its kernel failed before" if left >= 1 else "out of time"})
@@ -382,12 +450,23 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
         result = worker.ask(job, min(JOB_SECONDS, max(left, 1.0)))
         if result is None:
             state = worker.process.poll()
-            result = {"failed": f"the process died with {state}" if state is not None else "took too long", "at": worker.at}
+            result = {
+                "failed": f"the process died with {state}" if state is not None else "took too long",
+                "at": worker.at,
+            }
             worker.stop()
             worker = None
         if v and ("failed" in result or result.get("bad")):
             out_of_use.add(v)
-            print("BAD", v, job["job"], result.get("failed"), result.get("at"), result.get("errors") or result.get("bad", [])[:2], flush=True)
+            print(
+                "BAD",
+                v,
+                job["job"],
+                result.get("failed"),
+                result.get("at"),
+                result.get("errors") or result.get("bad", [])[:2],
+                flush=True,
+            )
         results.append(job | result | {"seconds": round(time.monotonic() - start, 3)})
         save()
     if worker:
@@ -404,21 +483,58 @@ def summary(results: list[dict[str, Any]]) -> str:
     failed = sum("failed" in r for r in results)
     skipped = sum("skipped" in r for r in results)
     worst = max((r["worst"] for r in checks if "worst" in r), default=0.0)
-    lines = [f"{done} random cases, {bad} bad, largest relative error {worst:.2e}; jobs failed {failed}, skipped {skipped}"]
-    lines += [f"smoke {r['config']} T={r['tokens']}: largest error {max(v for v in r['errors'].values() if isinstance(v, float))}" for r in results if r["job"] == "smoke" and "errors" in r]
+    lines = [
+        f"{done} random cases, {bad} bad, largest relative error {worst:.2e}; jobs failed {failed}, skipped {skipped}"
+    ]
+    lines += [
+        f"smoke {r['config']} T={r['tokens']}: worst {max(v for v in r['errors'].values() if isinstance(v, float))}"
+        for r in results
+        if r["job"] == "smoke" and "errors" in r
+    ]
     for t in TOKENS:
-        same = {r["bits"] for r in results if r["job"] == "chain" and "bits" in r and r["tokens"] == t and r["config"].startswith("m128") and "slack" not in r}
+        same = {
+            r["bits"]
+            for r in results
+            if r["job"] == "chain"
+            and "bits" in r
+            and r["tokens"] == t
+            and r["config"].startswith("m128")
+            and "slack" not in r
+        }
         if len(same) > 1:
             lines.append(f"T={t}: chains of the same sums differ bit by bit with ring and launch")
-    lines += [f"read rate without dependent launch {r['tbps']:.2f} TB/s" for r in results if r["job"] == "read" and "tbps" in r]
-    kinds = dict.fromkeys((r["job"], r.get("matrix", ""), r.get("slack", "")) for r in results if r["job"] in ("chain", "matrix"))
+    lines += [
+        f"read rate without dependent launch {r['tbps']:.2f} TB/s"
+        for r in results
+        if r["job"] == "read" and "tbps" in r
+    ]
+    kinds = dict.fromkeys(
+        (r["job"], r.get("matrix", ""), r.get("slack", "")) for r in results if r["job"] in ("chain", "matrix")
+    )
     for job, matrix, slack in kinds:
-        rows = {(r["config"], r["tokens"]): r for r in results if (r["job"], r.get("matrix", ""), r.get("slack", "")) == (job, matrix, slack)}
-        lines.append(f"{job} {matrix} {'even' if slack == 0 else ''}".rstrip() + ", TB/s for T = " + " ".join(map(str, TOKENS)))
+        rows = {
+            (r["config"], r["tokens"]): r
+            for r in results
+            if (r["job"], r.get("matrix", ""), r.get("slack", "")) == (job, matrix, slack)
+        }
+        lines.append(
+            f"{job} {matrix} {'even' if slack == 0 else ''}".rstrip() + ", TB/s for T = " + " ".join(map(str, TOKENS))
+        )
         for config in dict.fromkeys(c for c, _ in rows):
             cells = []
             for t in TOKENS:
-                r, peer = rows.get((config, t), {}), next((p for p in results if (p["job"], p.get("matrix", ""), p.get("config"), p.get("tokens")) == (job, matrix, "torch", t)), {})
+                r, peer = (
+                    rows.get((config, t), {}),
+                    next(
+                        (
+                            p
+                            for p in results
+                            if (p["job"], p.get("matrix", ""), p.get("config"), p.get("tokens"))
+                            == (job, matrix, "torch", t)
+                        ),
+                        {},
+                    ),
+                )
                 cell = f"{r['tbps']:.2f}" if "tbps" in r else "-"
                 if "tbps" in r and "tbps" in peer and config != "torch":
                     cell += f"({r['tbps'] / peer['tbps']:.2f})"

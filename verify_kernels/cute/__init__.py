@@ -15,7 +15,11 @@ from torch import Tensor
 from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
+from verify_kernels.cute.linear import run as linear_run
 from verify_kernels.errors import INSTEAD, KernelError
+
+UNMEASURED = ("linear",)
+"""Operations whose kernels are there but not served: torch runs them until `eval.bench_linear` has passed on a GPU."""
 
 
 def check_machine() -> None:
@@ -45,8 +49,8 @@ class PassPlan:
     schedules: dict[kernels.Variant, run.Plan] = dataclasses.field(default_factory=dict)
 
 
-def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]:
-    """Operation name -> implementation for CUDA tensors on sm_90.
+def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> dict[str, Callable[..., Any]]:
+    """Operation name -> implementation for CUDA tensors on sm_90. unmeasured: with those in `UNMEASURED`.
 
     Kernels are compiled into `folder` (see `compile.default_folder`) at their first call, which must come before a CUDA
     graph captures it. Raises KernelError where they cannot run.
@@ -127,9 +131,18 @@ def implementations(folder: Path | None = None) -> dict[str, Callable[..., Any]]
     def commit_path(cache: KVCache, page_table: Tensor, context_lens: Tensor, path: Tensor) -> None:
         run.commit_path(kernel(run.commit_variant(cache)), cache, page_table, context_lens, path)
 
-    return {
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        # Past 64 tokens the weights' reading no longer is what takes the time, and torch's product is as good.
+        if x.shape[0] > linear_run.MAX_TOKENS or x.shape[0] == 0:
+            return torch.nn.functional.linear(x, weight, bias)
+        variant = linear_run.choose(x.dtype, x.shape[0], bias=bias is not None)
+        return linear_run.linear(kernel(variant), variant, x, weight, x.new_empty(x.shape[0], weight.shape[0]), bias)
+
+    served = {
         "plan_attention": plan_attention,
         "paged_tree_attention": paged_tree_attention,
         "append_kv": append_kv,
         "commit_path": commit_path,
+        "linear": linear,
     }
+    return {name: op for name, op in served.items() if unmeasured or name not in UNMEASURED}

@@ -2,9 +2,9 @@
 
 The weights are the M side of wgmma and the tokens its N side, so 8 tokens cost 8 columns and not 64 rows. One producer
 warp streams tiles of W, and the matching columns of x, through TMA into a ring in shared memory; each warpgroup
-multiplies 64 rows of a tile. The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that several
-CTAs share are summed in float32 through L2, in the order of k whoever comes last, so results do not change from run to
-run.
+multiplies 64 rows of a tile. The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that
+several CTAs share are summed in float32 through L2, in the order of k whoever comes last, so results do not change from
+run to run.
 
 Launched with programmatic dependent launch, the producer fills the ring with weights, which no kernel writes, before it
 waits for x. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
@@ -304,7 +304,7 @@ class Linear:
         group: Int32,
         local: Int32,
     ) -> cutlass.Boolean:
-        """Leaves this unit's sums of a row tile in L2. The last unit to arrive has the whole sum in acc and is told so."""
+        """Leaves this unit's sums of a row tile in L2. The last unit to arrive gets the whole sum in acc and is told so."""
         blocks = self.tokens // 8
         sums = cute.make_tensor(acc.iterator, cute.make_layout((4, blocks)))
         first_unit = n * k_tiles // share

@@ -19,7 +19,9 @@ STAGES = {8: 12, 16: 12, 32: 11, 64: 9}
 """Stages of 128 x 64 weights that fill an SM's shared memory, by tokens."""
 
 
-def choose(dtype: torch.dtype, tokens: int, *, bias: bool = False, residual: bool = False, swiglu: bool = False) -> LinearVariant:
+def choose(
+    dtype: torch.dtype, tokens: int, *, bias: bool = False, residual: bool = False, swiglu: bool = False
+) -> LinearVariant:
     """The variant for up to `tokens` tokens."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"linear: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")

@@ -1,8 +1,8 @@
 """Which part of a small-T linear each CTA does.
 
 The tiles of the weights (row tile, k tile), k fastest, are one line. Unit u of the launch takes the stretch
-[u * share, (u + 1) * share) of it, so a row tile may be shared by consecutive units; their partial sums are added in the
-order of k by the one that arrives last.
+[u * share, (u + 1) * share) of it, so a row tile may be shared by consecutive units; their partial sums are added in
+the order of k by the one that arrives last.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ def most_contributors(row_tiles: int, k_tiles: int, share: int) -> int:
     return max(last - first + 1 for first, last in (contributors(n, k_tiles, share) for n in range(period)))
 
 
-def plan(
-    rows: int, k: int, tile_rows: int, tile_k: int, multiprocessors: int, slack: float = SLACK
-) -> tuple[int, int]:
+def plan(rows: int, k: int, tile_rows: int, tile_k: int, multiprocessors: int, slack: float = SLACK) -> tuple[int, int]:
     """(units, share) for weights [rows, k]: as even as it goes, then with the fewest units to a row tile.
 
     Reading is what takes the time, and a few multiprocessors less read as fast; what shared row tiles cost comes at
