@@ -23,10 +23,10 @@ _WORDING, _COMMON = 8, 5
 
 
 class Forbidden:
-    """The 13-grams of evaluation prompts.
+    """The 13-grams of evaluation prompts, of words without case and punctuation.
 
-    Prompts of fewer words count as one gram. A run of 8 words that 5 or more of a set's prompts share is that set's wording ("please reason step by step ..."),
-    not its content: 13-grams that hold one are allowed.
+    Prompts of fewer words count as one gram. A run of 8 words that 5 or more of a set's prompts share is that set's
+    wording ("please reason step by step ..."), not its content: 13-grams that hold one are allowed.
     """
 
     def __init__(self, suites: Iterable[Sequence[str]]) -> None:
@@ -42,7 +42,7 @@ class Forbidden:
             self._grams.update(self._content(text))
 
     def _content(self, words: list[str]) -> Iterable[tuple[str, ...]]:
-        if len(words) < GRAM:
+        if 0 < len(words) < GRAM:
             yield tuple(words)
         for gram in _ngrams(words, GRAM):
             if not any(part in self._wording for part in _ngrams(gram, _WORDING)):
@@ -81,19 +81,27 @@ def from_file(path: Path, forbidden: Forbidden) -> list[dict[str, Any]]:
 
 
 def self_write(
-    engine: Any, tokenizer: Any, plan: PromptPlan, forbidden: Forbidden, seed: int, report: Callable[[int, int], None]
+    engine: Any,
+    tokenizer: Any,
+    plan: PromptPlan,
+    forbidden: Forbidden,
+    seed: int,
+    report: Callable[[int, int], None],
+    part: tuple[int, int] = (0, 1),
 ) -> list[dict[str, Any]]:
-    """Turns that the engine's target writes. report(done, total) is called as they come. Deterministic in `seed`."""
+    """Turns that the engine's target writes: of all, part (i, n) is every n-th, from the i-th. report(done, total) is
+    called as they come. Deterministic in `seed`."""
     from dspark_runtime.sampling import SamplingParams
+    from training.rollout import generate
 
     draw = random.Random(seed)
     newline = [i for i, text in enumerate(_token_texts(tokenizer)) if "\n" in text]
     marks = [i for i, text in enumerate(_token_texts(tokenizer)) if text.startswith("###")]
     domains: list[Domain | None] = [None, *plan.domains]
-    shares = [plan.free_share, *(d.share for d in plan.domains)]
+    shares = [1.0]
     if plan.domains:
-        scale = (1 - plan.free_share) / sum(shares[1:])
-        shares = [shares[0], *(share * scale for share in shares[1:])]
+        scale = (1 - plan.free_share) / sum(d.share for d in plan.domains)
+        shares = [plan.free_share, *(d.share * scale for d in plan.domains)]
     jobs, params = [], []
     for i in range(plan.self_written):
         domain = draw.choices(domains, shares)[0]
@@ -104,18 +112,18 @@ def self_write(
                 temperature=plan.temperature, top_p=0.95, max_tokens=plan.max_tokens, stop_token_ids=stop, seed=seed + i
             )
         )
-    done = 0
+    jobs, params = jobs[part[0] :: part[1]], params[part[0] :: part[1]]
+    outputs: dict[int, Any] = {}
 
-    def progress(outputs: list[Any]) -> None:
-        nonlocal done
-        done += sum(o.finish_reason is not None for o in outputs)
-        report(done, len(jobs))
+    def done(at: int, output: Any) -> None:
+        outputs[at] = output
+        report(len(outputs), len(jobs))
 
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in jobs]
-    outputs = engine.generate(ids, params, on_step=progress)
+    generate(engine, [tokenizer(text, add_special_tokens=False)["input_ids"] for _, text in jobs], params, done)
     found: dict[str, dict[str, Any]] = {}
-    for (domain, _), output in zip(jobs, outputs):
-        if output.finish_reason != "stop":  # cut off, or broken
+    for i, (domain, _) in enumerate(jobs):
+        output = outputs[i]
+        if output is None or output.finish_reason != "stop":  # refused, cut off, or broken
             continue
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
         turn = text.strip() if domain is None else _finish(domain, text)
@@ -139,14 +147,14 @@ def _opening(domain: Domain | None, tokenizer: Any, draw: random.Random) -> str:
     if domain.separator == "\n":
         lines = [f"{i}. {shot.strip()}" for i, shot in enumerate(shots, start=1)]
         return f"{domain.title}:\n\n" + "\n".join([*lines, f"{len(shots) + 1}. {domain.opening}".rstrip(" ")])
-    return domain.separator.join([f"{domain.title}:", *(s.strip() for s in shots), domain.opening])
+    return domain.separator.join([f"{domain.title}:", *(s.strip() for s in shots), domain.opening.rstrip(" ")])
 
 
 def _finish(domain: Domain, text: str) -> str | None:
     """The user turn made of what the target wrote, or None where it is unusable."""
-    text = text.removesuffix("###").strip()
+    # A first word brings its own space, which belongs between the opening and itself.
+    text = (domain.opening.rstrip(" ") + text.removesuffix("###")).strip()
     if domain.separator != "\n":
-        text = domain.opening + text
         if text.count('"""') < 2:  # a stub without its docstring
             return None
         end = text.index('"""', text.index('"""') + 3) + 3
