@@ -74,6 +74,7 @@ class Linear:
         stream: Any,
     ) -> None:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        x, w = self.rows_apart(x), self.rows_apart(w)
         w_layout = cute.tile_to_shape(atom, (self.rows, self.tile_k, self.stages), (0, 1, 2))
         x_layout = cute.tile_to_shape(atom, (self.tokens, self.tile_k, self.stages), (0, 1, 2))
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -97,6 +98,12 @@ class Linear:
             preferred_smem_carveout=100,
             use_pdl=self.pdl,
         )
+
+    @cute.jit
+    def rows_apart(self, matrix: cute.Tensor) -> cute.Tensor:
+        """The stride of a single row may be anything, and TMA wants a multiple of 16 bytes."""
+        stride = cute.assume(cutlass.max(matrix.stride[0], Int64(matrix.shape[1])), divby=8)
+        return cute.make_tensor(matrix.iterator, cute.make_layout(matrix.shape, stride=(stride, 1)))
 
     @cute.kernel
     def kernel(
