@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_runtime.errors import RequestError
 from training.config import AnswerPlan
 
 
@@ -27,6 +28,30 @@ def shard_path(folder: Path, index: int) -> Path:
     return folder / f"{index:04d}.safetensors"
 
 
+def generate(
+    engine: Any, prompts: Sequence[Sequence[int]], params: Sequence[Any], done: Callable[[int, Any], None]
+) -> None:
+    """Run many prompts; done(i, output) as each ends, None for one the engine refuses. Requests enter an eighth of the rows at a time: a pass of the
+    target over one new prompt costs a small model as much as a whole decode step."""
+    rows = engine.max_num_requests
+    wave = max(rows // 8, 1)
+    ids: dict[int, int] = {}
+    at = 0
+    while at < len(prompts) or engine.has_work:
+        free = rows - engine.num_running if at < len(prompts) else 0
+        if free >= wave or not engine.has_work:
+            for _ in range(min(free, len(prompts) - at)):
+                try:
+                    ids[engine.submit(prompts[at], params[at])] = at
+                except RequestError:
+                    done(at, None)
+                at += 1
+        for output in engine.step():
+            if output.finish_reason:
+                done(ids.pop(output.request_id), output)
+        engine.records.clear()  # nobody reads them, and there are very many
+
+
 def answer(
     engine: Any,
     tokenizer: Any,
@@ -37,32 +62,40 @@ def answer(
     report: Callable[[int, int], None],
     part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Write the shards of part (i, n) that are missing: every n-th, from the i-th. A run that was stopped goes on with
-    the shard it was at. report(done, total) counts this part's answers."""
+    """Write the shards of part (i, n) that are missing: every n-th, from the i-th, each as soon as it is whole. A run
+    that was stopped goes on with the shards it was at. report(done, total) counts this part's answers."""
     from dspark_runtime.sampling import SamplingParams
     from dspark_runtime.prompts import encode
 
     folder.mkdir(parents=True, exist_ok=True)
     all_jobs = jobs(prompts, plan)
-    starts = range(0, len(all_jobs), plan.shard)
-    mine = [i for i in range(len(starts)) if i % part[1] == part[0]]
-    total = sum(len(all_jobs[starts[i] : starts[i] + plan.shard]) for i in mine)
-    done = 0
+    shards = [range(start, min(start + plan.shard, len(all_jobs))) for start in range(0, len(all_jobs), plan.shard)]
+    mine = range(part[0], len(shards), part[1])
+    missing = [i for i in mine if not shard_path(folder, i).is_file()]
+    todo = [job for i in missing for job in shards[i]]
+    total = sum(len(shards[i]) for i in mine)
+    finished = total - len(todo)
+    ids = [encode(tokenizer, prompts[all_jobs[job][0]]["turns"][0]) for job in todo]
+    params = [
+        SamplingParams(temperature=t, max_tokens=plan.max_tokens, seed=seed + s)
+        for _, t, s in (all_jobs[job] for job in todo)
+    ]
+    answers: dict[int, Any] = {}
+    left = {i: len(shards[i]) for i in missing}
 
-    def progress(outputs: list[Any]) -> None:
-        nonlocal done
-        done += sum(o.finish_reason is not None for o in outputs)
-        report(done, total)
+    def done(at: int, output: Any) -> None:
+        nonlocal finished
+        answers[at] = output
+        index = todo[at] // plan.shard
+        left[index] -= 1
+        finished += 1
+        report(finished, total)
+        if left[index] == 0:
+            first = missing.index(index) * plan.shard  # only the last shard may be shorter
+            found = [(ids[i], answers.pop(i)) for i in range(first, first + len(shards[index]))]
+            save_shard(shard_path(folder, index), [(p, o.token_ids) for p, o in found if o is not None and not o.error])
 
-    for index in mine:
-        chunk = all_jobs[starts[index] : starts[index] + plan.shard]
-        if shard_path(folder, index).is_file():
-            done += len(chunk)
-            continue
-        ids = [encode(tokenizer, prompts[i]["turns"][0]) for i, _, _ in chunk]
-        params = [SamplingParams(temperature=t, max_tokens=plan.max_tokens, seed=seed + s) for _, t, s in chunk]
-        outputs = engine.generate(ids, params, on_step=progress)
-        save_shard(shard_path(folder, index), [(p, o.token_ids) for p, o in zip(ids, outputs) if not o.error])
+    generate(engine, ids, params, done)
 
 
 def save_shard(path: Path, conversations: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:

@@ -42,7 +42,7 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     _keep_recipe(config, folder)
     if not (folder / "prompts.jsonl").is_file():
-        _write_prompts(config, folder, report, prompts, evaluation, device, dtype)
+        _write_prompts(config, folder, report, prompts, evaluation, device, dtype, workers)
     if stop_after == "prompts":
         return _summary(folder)
     _answer(config, folder, report, device, dtype, workers)
@@ -80,24 +80,54 @@ def _engine(config: TrainConfig, device: str, dtype: str, max_tokens: int) -> tu
 
 
 def _write_prompts(
-    config: TrainConfig, folder: Path, report: Report, files: Sequence[Path], evaluation: Sequence[Path], device: str, dtype: str
+    config: TrainConfig,
+    folder: Path,
+    report: Report,
+    files: Sequence[Path],
+    evaluation: Sequence[Path],
+    device: str,
+    dtype: str,
+    workers: int,
 ) -> None:
-    from training.prompts import Forbidden, from_file, self_write, write
+    from training.prompts import Forbidden, from_file, write
+    from training.rollout import read_prompts
     from dspark_runtime.prompts import load_prompts
 
     forbidden = Forbidden(load_prompts(path).texts for path in evaluation)
-    found = [prompt for path in files for prompt in from_file(path, forbidden)]
+    found = {prompt["turns"][0]: prompt for path in files for prompt in from_file(path, forbidden)}
     if config.prompts.self_written:
-        engine, target = _engine(config, device, dtype, 2 * config.prompts.max_tokens)
-        found += self_write(
-            engine, target.tokenizer, config.prompts, forbidden, config.seed, lambda *x: report("prompts", *x)
-        )
+        _in_parts(_prompts_part, "prompts", workers, report, config, folder, device, dtype, evaluation)
+        for path in sorted(folder.glob("prompts-part-*.jsonl")):
+            found |= {prompt["turns"][0]: prompt for prompt in read_prompts(path)}
     if not found:
         raise ConfigError("prompts: found none, allowed: prompts.self_written above 0 in the recipe, or --prompts FILE")
     import random
 
-    random.Random(config.seed).shuffle(found)
-    write(folder / "prompts.jsonl", found)
+    prompts = list(found.values())
+    random.Random(config.seed).shuffle(prompts)
+    write(folder / "prompts.jsonl", prompts)
+    for path in folder.glob("prompts-part-*.jsonl"):
+        path.unlink()
+
+
+def _prompts_part(
+    config: TrainConfig,
+    folder: Path,
+    device: str,
+    dtype: str,
+    evaluation: Sequence[Path],
+    part: tuple[int, int],
+    report: Callable[[int, int], None],
+) -> None:
+    from training.prompts import Forbidden, self_write, write
+    from dspark_runtime.prompts import load_prompts
+
+    path = folder / f"prompts-part-{part[0]}-{part[1]}.jsonl"
+    if path.is_file():
+        return
+    forbidden = Forbidden(load_prompts(path).texts for path in evaluation)
+    engine, target = _engine(config, device, dtype, 2 * config.prompts.max_tokens)
+    write(path, self_write(engine, target.tokenizer, config.prompts, forbidden, config.seed, report, part))
 
 
 def _answer(config: TrainConfig, folder: Path, report: Report, device: str, dtype: str, workers: int) -> None:
@@ -105,40 +135,8 @@ def _answer(config: TrainConfig, folder: Path, report: Report, device: str, dtyp
 
     prompts = read_prompts(folder / "prompts.jsonl")
     shards = range(-(-len(jobs(prompts, config.answers)) // config.answers.shard))
-    if all(shard_path(folder / "answers", i).is_file() for i in shards):
-        return
-    if workers == 1:
-        _answer_part(config, folder, device, dtype, (0, 1), lambda *x: report("answers", *x))
-        return
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    counts = [context.Value("l", 0) for _ in range(workers)]
-    total = len(jobs(prompts, config.answers))
-    processes = [
-        context.Process(target=_worker, args=(config, folder, device, dtype, (i, workers), counts[i]), daemon=True)
-        for i in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    while any(process.is_alive() for process in processes):
-        for process in processes:
-            process.join(0.5)
-        report("answers", sum(count.value for count in counts), total)
-        if any(process.exitcode for process in processes):
-            break
-    for process in processes:
-        if process.exitcode:
-            for other in processes:
-                other.terminate()
-            raise ConfigError(f"answers: a worker ended with exit code {process.exitcode}; its own message is above")
-
-
-def _worker(config: TrainConfig, folder: Path, device: str, dtype: str, part: tuple[int, int], count: Any) -> None:
-    def report(done: int, total: int) -> None:
-        count.value = done
-
-    _answer_part(config, folder, device, dtype, part, report)
+    if not all(shard_path(folder / "answers", i).is_file() for i in shards):
+        _in_parts(_answer_part, "answers", workers, report, config, folder, device, dtype)
 
 
 def _answer_part(
@@ -149,6 +147,41 @@ def _answer_part(
     engine, target = _engine(config, device, dtype, config.answers.max_tokens)
     prompts = read_prompts(folder / "prompts.jsonl")
     answer(engine, target.tokenizer, prompts, config.answers, folder / "answers", config.seed, report, part)
+
+
+def _in_parts(work: Callable[..., None], what: str, workers: int, report: Report, *args: Any) -> None:
+    """work(*args, (i, workers), report) for every part i, in processes of their own if there is more than one: decoding
+    a small model on a GPU waits for the host."""
+    if workers == 1:
+        work(*args, (0, 1), lambda *x: report(what, *x))
+        return
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    counts = [context.Array("l", 2) for _ in range(workers)]
+    processes = [
+        context.Process(target=_part, args=(work, args, (i, workers), counts[i]), daemon=True) for i in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    while any(process.is_alive() for process in processes):
+        for process in processes:
+            process.join(0.5)
+        report(what, sum(count[0] for count in counts), sum(count[1] for count in counts))
+        if any(process.exitcode for process in processes):
+            break
+    for process in processes:
+        if process.exitcode:
+            for other in processes:
+                other.terminate()
+            raise ConfigError(f"{what}: a worker ended with exit code {process.exitcode}; its own message is above")
+
+
+def _part(work: Callable[..., None], args: tuple[Any, ...], part: tuple[int, int], count: Any) -> None:
+    def report(done: int, total: int) -> None:
+        count[0], count[1] = done, total
+
+    work(*args, part, report)
 
 
 def _train(

@@ -91,8 +91,7 @@ class Trainer:
     """One run. tokens, lengths: the conversations (`rollout.load_shards`). folder: state, curve and drafter go there.
 
     Resumes from the folder's state if there is one; a new run starts at random, or at the weights of the drafter in
-    `init`. compile: torch.compile with FlexAttention (CUDA); otherwise a dense
-    mask.
+    `init`. compile: torch.compile with FlexAttention (CUDA); otherwise a dense mask.
     """
 
     def __init__(
@@ -122,6 +121,7 @@ class Trainer:
         self.target_pass = TargetPass(target.model, self.plan.rows, self.plan.row_length)
         self.cos_sin = cos_sin_table(self.network.config, self.plan.row_length + 64, self.device)
         self._packed: tuple[int, Packed] | None = None
+        self._epoch_start = 0  # the first step of the packed epoch
         self.done, self.seconds = 0, 0.0
         self.curve: list[dict[str, float]] = []
         self._mask, self._attention, self._draft = dense_mask, dense_attention, draft_pass
@@ -135,7 +135,9 @@ class Trainer:
 
     def _rows(self, step: int) -> tuple[Packed, np.ndarray]:
         """The packed epoch of a step and the rows of it that the step takes."""
-        epoch, at = 0, step
+        if step < self._epoch_start:
+            self._packed, self._epoch_start = None, 0
+        epoch, at = 0 if self._packed is None else self._packed[0], step - self._epoch_start
         while True:
             if self._packed is None or self._packed[0] != epoch:
                 order = epoch_order(self.training, self.config.seed, epoch)
@@ -145,6 +147,7 @@ class Trainer:
                 break
             # Epochs have nearly, not exactly, as many rows: walk them from the first, as an uninterrupted run did.
             at, epoch = at - per_epoch, epoch + 1
+            self._epoch_start += per_epoch
         shuffled = np.random.default_rng((self.config.seed, epoch, 1)).permutation(len(self._packed[1]))
         return self._packed[1], shuffled[at * self.plan.rows : (at + 1) * self.plan.rows]
 
