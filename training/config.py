@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -64,9 +64,9 @@ class AnswerPlan(_Strict):
     """The target's answers. temperatures: prompt i's first answer is sampled at entry i, the next at i + 1, around.
     answers_per_prompt: of self-written prompts; file_answers: of prompts from files."""
 
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
-    answers_per_prompt: int = Field(default=1, ge=1)
-    file_answers: int = Field(default=1, ge=1)
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(default=(0.0, 0.7, 1.0), min_length=1)
+    answers_per_prompt: int = Field(default=1, ge=1, le=64)
+    file_answers: int = Field(default=1, ge=1, le=64)
     max_tokens: int = Field(default=320, ge=16)
     num_requests: int = Field(default=1024, ge=1)
     shard: int = Field(default=4096, ge=1)
@@ -91,6 +91,12 @@ class Optimisation(_Strict):
     held_out: float = Field(default=0.01, ge=0, lt=1)
     log_every: int = Field(default=25, ge=1)
     save_every: int = Field(default=1000, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Optimisation:
+        if self.anchors > self.row_length:
+            raise ValueError(f"anchors: found {self.anchors}, allowed: at most row_length ({self.row_length})")
+        return self
 
 
 class TrainConfig(_Strict):
