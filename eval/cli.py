@@ -659,7 +659,7 @@ def writable(name: str, path: Path | None) -> None:
 
 @app.command()
 def config(file: Path) -> None:
-    """Check a YAML file: a bench recipe, an architecture, a machine, a reported result or a tree. Needs no torch."""
+    """Check a YAML file: a recipe, an architecture, a machine, a reported result or a tree. Needs no torch."""
     from eval.recipes import check_file
 
     print(check_file(file))

@@ -12,7 +12,10 @@ DEFAULT = FOLDER / "bench" / "default.yaml"
 
 
 def check_file(path: Path) -> str:
-    """Check a bench recipe, an architecture, a machine, a reported result or a tree by what it holds; returns one line that says what it is."""
+    """Check a recipe of bench or train, an architecture, a machine, a reported result or a tree by what it holds.
+
+    Returns one line that says what it is. Raises ConfigError, one line that names file and field.
+    """
     values = read_yaml(path)
     if "parents" in values:
         spec = load_tree(str(path))
@@ -29,6 +32,15 @@ def check_file(path: Path) -> str:
 
         entry = load_reported(str(path))
         return f"{path}: reported result, {entry.title}, {len(entry.points)} points"
+    if "training" in values or isinstance(values.get("drafter"), dict):
+        from training.config import load_train_config
+
+        run = load_train_config(str(path))
+        plan = run.training
+        return (
+            f"{path}: training recipe, {run.drafter.num_hidden_layers} layers for {run.target}, {plan.steps} steps of "
+            f"{plan.rows} x {plan.row_length} tokens"
+        )
     if "hidden_size" in values:
         model = load_model_config(str(path))
         return f"{path}: {model.architecture} model, {model.num_hidden_layers} layers, hidden size {model.hidden_size}"

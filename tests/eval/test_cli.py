@@ -95,7 +95,7 @@ def dspark(*arguments: str) -> int:
     "arguments",
     [
         ["--help"],
-        *([c, "--help"] for c in "bench compare generate check eval doctor config kernels".split()),
+        *([c, "--help"] for c in "bench compare generate check eval train doctor config kernels".split()),
     ],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
@@ -104,6 +104,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
 
 def test_config_checks_import_nothing_heavy() -> None:
     assert not heavy_modules(["config", str(ROOT / "configs/bench/default.yaml")])
+    assert not heavy_modules(["config", str(ROOT / "configs/train/smollm2.yaml")])
     assert not heavy_modules(["bench", "--config", "missing.yaml"], code=2)
     assert not heavy_modules(["bench", "-b", "many"], code=2)
 
@@ -298,9 +299,10 @@ def test_doctor_names_machine_versions_and_operations(capsys: pytest.CaptureFixt
 
 
 def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for path in sorted((ROOT / "configs" / "bench").glob("*.yaml")):
-        assert dspark("config", str(path)) == 0
-        assert "bench recipe" in capsys.readouterr().out
+    for kind, words in (("bench", "bench recipe"), ("train", "training recipe, ")):
+        for path in sorted((ROOT / "configs" / kind).glob("*.yaml")):
+            assert dspark("config", str(path)) == 0
+            assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -322,6 +324,7 @@ def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--prompts", "nested.jsonl"], "prompts: nested.jsonl:1: expected one JSON object"),
         (["bench", "--prompts", "surrogate.jsonl"], "prompts: surrogate.jsonl:1: expected one JSON object"),
         (["config", "booleans.yaml"], "booleans.yaml: acceptance_length"),
+        (["config", "train.yaml"], "train.yaml: training.steps: missing"),
     ],
 )
 def test_what_cannot_be_meant_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,6 +332,7 @@ def test_what_cannot_be_meant_is_one_line(arguments: list[str], words: str, caps
     Path("nested.jsonl").write_text("[" * 100_000)
     Path("surrogate.jsonl").write_text('{"turns": ["\\ud800"]}\n')
     Path("booleans.yaml").write_text("acceptance_length: [2, true]\n")
+    Path("train.yaml").write_text("drafter: {target_layer_ids: [1], mask_token_id: 3}\ntraining: {rows: 2}\n")
     assert dspark(*arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
