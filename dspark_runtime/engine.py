@@ -134,7 +134,10 @@ class Engine:
         rejection_sample_method: str = "auto",
         scheduler: Scheduler | None = None,
     ) -> None:
-        """Change tree, synthetic law, acceptance rule and scheduler between runs, without reloading. Only while idle."""
+        """Change tree, synthetic law, acceptance rule and scheduler between runs, without reloading. Only while idle.
+
+        A confidence is taken as it is where the drafter calibrates it, which it does for chains; elsewhere the
+        scheduler's own estimator decides what a draft is worth."""
         if self.has_work:
             raise ConfigError("configure: found requests in flight, allowed: only while the engine is idle")
         spec = spec or TreeSpec.chain(0)
@@ -158,11 +161,13 @@ class Engine:
             raise ConfigError(f"synthetic: made for depth {synthetic.depth}, expected the tree's depth {spec.depth}")
         if scheduler is not None:
             if self.model.device.type != "cpu":
+                device = self.model.device.type
                 # A GPU's pass is as wide as the widest tree could be, so that trimming would save nothing.
-                raise ConfigError(f"scheduler: found device {self.model.device.type}, allowed: cpu (not built elsewhere)")
+                raise ConfigError(f"scheduler: found device {device}, allowed: cpu (not built elsewhere)")
             if synthetic is not None:
-                raise ConfigError("scheduler: found with a synthetic law, allowed: real acceptance, which confidence is of")
-            scheduler.start(spec, self._generations, bool(spec.is_chain and getattr(drafter, "temperatures", ())))
+                raise ConfigError("scheduler: found with a synthetic law, allowed: real acceptance")
+            calibrated = spec.is_chain and bool(getattr(drafter, "temperatures", ()))
+            scheduler.start(spec, self._generations, calibrated)
         self.spec, self.synthetic, self.scheduler = spec, synthetic, scheduler
 
     def _nodes(self, spec: TreeSpec) -> int:

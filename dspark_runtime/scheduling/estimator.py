@@ -34,7 +34,6 @@ class OnlineEstimator:
         """generations [rows] int64: see `Scheduler.start`."""
         device, rows = generations.device, generations.shape[0]
         self.generations = generations
-        self.edges = torch.linspace(-LOGITS, LOGITS, BINS - 1, device=device).sigmoid()
         self.seen, self.taken = (torch.zeros((spec.depth + 1) * (BINS + 1), device=device) for _ in range(2))
         self.recent = torch.zeros(rows, device=device)
         self.owner = torch.full((rows,), -1, dtype=torch.int64, device=device)
@@ -50,15 +49,16 @@ class OnlineEstimator:
         prior: Tensor | float = 1.0
         if tree.confidence is not None:
             prior = tree.confidence
-            bins = torch.bucketize(prior.contiguous(), self.edges)
+            bins = _bin(prior)
         elif tree.probs is not None:
             above = torch.arange(-1, n - 1, device=depths.device).expand(r, n) if tree.is_chain else tree.parents
-            bins = torch.bucketize(tree.probs.amax(2).gather(1, above.clamp(min=0)), self.edges)
+            bins = _bin(tree.probs.amax(2).gather(1, above.clamp(min=0)))
         else:
             known = self.owner[:r] == self.generations[:r]
-            bins = torch.where(known, torch.bucketize(self.recent[:r], self.edges), BINS)[:, None]
+            bins = torch.where(known, _bin(self.recent[:r]), BINS)[:, None]
         self._cells = (depths * (BINS + 1) + bins).expand(r, n)
-        return (self.taken[self._cells] + PRIOR * prior) / (self.seen[self._cells] + PRIOR)
+        taken, seen = (counts.index_select(0, self._cells.flatten()).view(r, n) for counts in (self.taken, self.seen))
+        return (taken + PRIOR * prior) / (seen + PRIOR)
 
     def trim(self, keep: Tensor) -> None:
         """The tree lost the nodes outside keep [R, n] bool, and the others moved to the front."""
@@ -89,3 +89,9 @@ class OnlineEstimator:
         judged = total > 0
         self.recent[:r] = torch.where(judged, recent, self.recent[:r])
         self.owner[:r] = torch.where(judged, self.generations[:r], self.owner[:r])
+
+
+def _bin(probability: Tensor) -> Tensor:
+    """0 to BINS - 1, int64; what is no number is in the lowest."""
+    place = probability.logit().mul_(0.5 * BINS / LOGITS).add_(0.5 * BINS)
+    return place.nan_to_num_(0.0).clamp_(0, BINS - 1).long()

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,20 +25,23 @@ from dspark_runtime.tuning.curve import Curve
 
 Value = TypeVar("Value")
 
+_ONE = 0x3F800000
+"""The bits of 1.0 as a float32."""
+
 
 @dataclass
 class Drafts:
     """What R requests drafted, as a policy sees it; entry 0 of a request is its root.
 
     survival      [R, n] float32  estimated probability that a node and all its ancestors are accepted: 1 for roots, 0
-                                  for padding, never above the parent's
+                                  for padding, never above the parent's; None for a policy that needs no confidence
     depths        [R, n] or [n]   int64
     context_lens  [R] int64
     stale         [R, n] float32  survival as it was `Policy.lag` steps ago, 1 for a request that was not there then;
                                   None where the policy has no lag
     """
 
-    survival: Tensor
+    survival: Tensor | None
     depths: Tensor
     context_lens: Tensor
     stale: Tensor | None = None
@@ -57,22 +61,40 @@ class Policy(Protocol):
         """[R, n] bool: the nodes that are verified, closed under ancestors; roots always are, padding says nothing."""
 
 
+def on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
 def ranked(survival: Tensor) -> tuple[Tensor, Tensor]:
-    """All nodes, best first: (values, order), both [R * n]; order counts j * R + r. Roots come first."""
-    return survival.t().flatten().sort(descending=True, stable=True)
+    """(places [R, n] int64, the same sorted [R * n]): the best node has the lowest place, and no two are equal.
+
+    A place is a float32's bits, whose order from 0 to 1 is the numbers', counted down from 1, and under them the index
+    j * R + r. Roots come first.
+    """
+    rows, width = survival.shape
+    index = torch.arange(rows * width, device=survival.device).view(width, rows).t()
+    places = (_ONE - survival.view(torch.int32)).long().bitwise_left_shift_(32).bitwise_or_(index)
+    if on_host(places):  # numpy sorts integers many times faster than torch does
+        return places, torch.from_numpy(np.sort(places.numpy(), axis=None))
+    return places, places.flatten().sort().values
 
 
-def best(order: Tensor, shape: torch.Size, tokens: Tensor | int) -> Tensor:
-    """[R, n] bool: the first `tokens` nodes of an order; roots among them."""
-    rows, width = shape
-    admitted = torch.arange(rows * width, device=order.device) < tokens
-    return torch.empty_like(admitted).scatter_(0, order, admitted).view(width, rows).t()
+def descending(survival: Tensor) -> Tensor:
+    """[R * n] float32: the values alone, largest first."""
+    if on_host(survival):
+        return torch.from_numpy(np.sort(survival.numpy(), axis=None)[::-1].copy())
+    return survival.flatten().sort(descending=True).values
 
 
 def throughput(values: Tensor, ms: Tensor, num_requests: int) -> Tensor:
-    """Expected tokens a millisecond of passes of R, R + 1, ... tokens, the best nodes first. float64"""
+    """Expected tokens a millisecond of passes of R, R + 1, ... tokens, the best nodes first: float64."""
     emitted = values.cumsum(0, dtype=torch.float64)[num_requests - 1 :]
     return emitted / ms[: emitted.shape[0]]
+
+
+def first(places: Tensor, best: Tensor, tokens: Tensor) -> Tensor:
+    """[R, n] bool: the `tokens` ([1] int64) best nodes, roots among them."""
+    return places <= best.index_select(0, (tokens - 1).clamp_(max=best.shape[0] - 1))
 
 
 class FixedLength:
@@ -87,8 +109,8 @@ class FixedLength:
         _within(max(self.drafts.values()), spec)
 
     def keep(self, drafts: Drafts) -> Tensor:
-        rows = drafts.survival.shape[0]
-        return (drafts.depths <= at_load(self.drafts, rows)).expand_as(drafts.survival)
+        rows = drafts.context_lens.shape[0]
+        return (drafts.depths <= at_load(self.drafts, rows)).expand(rows, -1)
 
 
 class Threshold:
@@ -127,8 +149,8 @@ class Budget:
             )
 
     def keep(self, drafts: Drafts) -> Tensor:
-        order = ranked(drafts.survival)[1]
-        return best(order, drafts.survival.shape, self.tokens)
+        places, best = ranked(drafts.survival)
+        return places <= best[min(self.tokens, best.shape[0]) - 1]
 
 
 class EarlyStop:
@@ -145,11 +167,12 @@ class EarlyStop:
 
     def keep(self, drafts: Drafts) -> Tensor:
         rows = drafts.survival.shape[0]
-        values, order = ranked(drafts.survival)
+        places, best = ranked(drafts.survival)
+        values = (_ONE - best.bitwise_right_shift(32)).int().view(torch.float32)
         rate = throughput(values, self.costs.ms(drafts.context_lens), rows)
-        # A decision about a draft reads the sums up to it, whatever follows: no parallel sum changes that.
-        gains = (rate[1:] > rate[:-1]).cumprod(0).sum()
-        return best(order, drafts.survival.shape, rows + gains)
+        # Whether a draft gains reads the sums up to it and nothing behind.
+        gains = (rate[1:] > rate[:-1]).cumprod(0).sum(0, keepdim=True)
+        return first(places, best, rows + gains)
 
 
 class Lagged:
@@ -165,14 +188,13 @@ class Lagged:
         self.costs = StepCosts(self.curve, spec, max_num_requests, device)
 
     def budget(self, stale: Tensor, context_lens: Tensor) -> Tensor:
-        """Tokens of the pass, roots included: a 0-dimensional int64; the fewest of equally good ones."""
+        """Tokens of the pass, roots included: [1] int64; the fewest of equally good ones."""
         rows = stale.shape[0]
-        values = stale.flatten().sort(descending=True).values
-        return rows + throughput(values, self.costs.ms(context_lens), rows).argmax()
+        return rows + throughput(descending(stale), self.costs.ms(context_lens), rows).argmax(0, keepdim=True)
 
     def keep(self, drafts: Drafts) -> Tensor:
         tokens = self.budget(drafts.stale, drafts.context_lens)
-        return best(ranked(drafts.survival)[1], drafts.survival.shape, tokens)
+        return first(*ranked(drafts.survival), tokens)
 
 
 def at_load(table: Mapping[int, Value], num_requests: int) -> Value:

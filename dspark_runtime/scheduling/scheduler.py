@@ -10,7 +10,7 @@ from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
 from dspark_runtime.acceptance import Accepted
 from dspark_runtime.scheduling.estimator import OnlineEstimator
-from dspark_runtime.scheduling.policies import Drafts, Policy
+from dspark_runtime.scheduling.policies import Drafts, Policy, on_host
 
 
 class Scheduler:
@@ -57,7 +57,7 @@ class Scheduler:
                 self._estimator.estimate(tree, torch.zeros_like(tree.tokens))
             return tree
         depths = torch.arange(tree.width, device=tree.tokens.device) if tree.is_chain else tree.depths()
-        alive = survival(tree, self._estimates(tree, depths))
+        alive = survival(tree, self._estimates(tree, depths)) if self.policy.needs_confidence else None
         drafts = Drafts(alive, depths, state.context_lens, self._remember(alive))
         keep = self.policy.keep(drafts)
         if tree.is_chain:
@@ -74,7 +74,7 @@ class Scheduler:
     def _estimates(self, tree: DraftTree, depths: Tensor) -> Tensor:
         if self._estimator is not None:
             return self._estimator.estimate(tree, depths)
-        return tree.confidence if self.policy.needs_confidence else torch.ones_like(tree.tokens, dtype=torch.float32)
+        return tree.confidence
 
     def _remember(self, alive: Tensor) -> Tensor | None:
         """Put this step's survival into the history; returns that of `lag` steps ago."""
@@ -97,11 +97,11 @@ class Scheduler:
 def survival(tree: DraftTree, confidence: Tensor) -> Tensor:
     """Product of the confidences [R, n] on each node's path: [R, n] float32, see `Drafts.survival`. A confidence that
     is no number counts as 0."""
-    alive = torch.where((confidence > 0) & (tree.tokens >= 0), confidence, 0.0).clamp_(max=1.0)
+    alive = confidence.nan_to_num(0.0).clamp_(0.0, 1.0).mul_(tree.tokens >= 0).abs_()  # no -0.0
     alive[:, 0] = 1.0
     if tree.is_chain:
         # A parallel product may round upwards along a path.
-        return alive.cumprod(1) if alive.device.type == "cpu" else alive.cumprod(1).cummin(1).values
+        return alive.cumprod(1) if on_host(alive) else alive.cumprod(1).cummin(1).values
     above = tree.parents.clamp(min=0)
     below = alive
     for _ in range(tree.depth - 1):  # each node times its parent, from the root on: never above the parent's
