@@ -23,6 +23,7 @@ from eval.cli import main
 from eval.floor import Ceilings
 from eval.schema import EvalRow, load_run
 from tests.drafters.dspark_cases import DEEPSPEC, DIMS, block_tensors, target, write
+from tests.training import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 V = 64
@@ -479,9 +480,33 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.S)
 
 
+@pytest.fixture
+def small_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Recipes are read and checked as they are, then run as the tests' own on a tiny target; so is what they train."""
+    import dspark_runtime.targets
+    import training.config
+
+    read, load, folder = training.config.load_train_config, dspark_runtime.targets.load_target, tmp_path / "tiny"
+
+    def load_tiny(*_: object, **__: object) -> object:
+        return load(str(folder if folder.is_dir() else tiny.write_target(folder)), device="cpu", dtype="float32")
+
+    def shrunk(name: str) -> object:
+        sections = {name: getattr(tiny.config(folder), name) for name in ("drafter", "prompts", "answers", "training")}
+        return read(name).model_copy(update=sections)
+
+    pair = eval.evaluate.load
+    monkeypatch.setattr(training.config, "load_train_config", shrunk)
+    monkeypatch.setattr(dspark_runtime.targets, "load_target", load_tiny)
+    monkeypatch.setattr(
+        eval.evaluate, "load", lambda name, c: load_tiny() if c.drafter.startswith("runs/") else pair(name, c)
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_every_command_of_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [shlex.split(line, comments=True) for block in blocks(page, "bash") for line in block.splitlines()]
+def test_every_command_of_a_page_runs(page: Path, small_training: None, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "".join(blocks(page, "bash")).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
     commands = [line[1:] for line in lines if line[:1] == ["dspark"]]
     assert commands
     for arguments in commands:
