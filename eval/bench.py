@@ -8,6 +8,7 @@ ran.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING
 
 from dspark_runtime.errors import CheckpointError, ConfigError, DsparkError
 from dspark_runtime.prompts import PromptSet, encode, load_prompts, random_ids
-from eval.schema import REAL, BenchConfig, BenchRow, Environment, Run, Spread, StepMs
+from eval.schema import REAL, BenchConfig, BenchRow, Environment, Pair, Run, Spread, StepMs
 
 if TYPE_CHECKING:
     from drafters.tree import TreeSpec
     from dspark_runtime.engine import Engine
     from dspark_runtime.records import StepRecord
+    from dspark_runtime.scheduling.scheduler import Scheduler
     from dspark_runtime.synthetic import SyntheticLaw
     from dspark_runtime.targets import Target
 
@@ -44,7 +46,7 @@ class Repeat:
 
 @dataclass
 class Point:
-    """One line of the sweep. error: why it cannot run."""
+    """One line of the sweep. scheduled: what its scheduler is called; error: why it cannot run."""
 
     num_requests: int
     tree: str
@@ -52,6 +54,8 @@ class Point:
     law: SyntheticLaw | None
     requested: float | None
     error: str | None = None
+    scheduler: Scheduler | None = None
+    scheduled: str | None = None
     repeats: list[Repeat] = field(default_factory=list)
 
     @property
@@ -113,8 +117,9 @@ def plan(config: BenchConfig) -> list[Point]:
     for b in config.num_requests:
         points.append(Point(b, "chain", TreeSpec.chain(0), None, None))
         for wish in wishes:
-            for tree, spec in lines:
+            for (tree, spec), named in itertools.product(lines, config.scheduler or ["none"]):
                 point = Point(b, tree, spec, None, None)
+                point.scheduler, point.scheduled = make_scheduler(named, config)
                 if wish is not None:
                     point.requested = wish.get("acceptance_length")
                     if point.requested is not None and point.requested > spec.depth + 1:
@@ -138,6 +143,31 @@ def plan(config: BenchConfig) -> list[Point]:
             )
         raise ConfigError(drafted[0].error)
     return points
+
+
+def make_scheduler(name: str, config: Pair) -> tuple[Scheduler | None, str | None]:
+    """The scheduler that `--scheduler` names, and what to call it. Raises ConfigError, also for a curve of another
+    machine or target."""
+    if name == "none":
+        return None, None
+    from dspark_runtime.scheduling.names import label, make_policy
+    from dspark_runtime.scheduling.scheduler import Scheduler
+    from dspark_runtime.tuning.curve import Curve, differs
+    from eval.profile import machine_here
+
+    called = label(name)
+
+    def check(curve: Curve, where: str) -> None:
+        nonlocal called
+        wrong = differs(curve, machine_here(curve))
+        if wrong is not None:
+            raise ConfigError(f"scheduler: {where}: measured on another machine ({wrong}), allowed: this one's")
+        if curve.source == "model":
+            called += " (predicted costs)"
+        elif curve.target != config.target:
+            raise ConfigError(f"scheduler: {where}: measured with {curve.target}, allowed: {config.target}, the target")
+
+    return Scheduler(make_policy(name, check)), called
 
 
 def make_drafter(name: str, target: Target, config: BenchConfig) -> object | None:
@@ -206,7 +236,8 @@ def run_once(engine: Engine, point: Point, prompts: Sequence[list[int]], config:
     """All requests of a point, from submission until each has `max_tokens` tokens. Raises DsparkError if one fails."""
     from dspark_runtime.sampling import SamplingParams
 
-    engine.configure(point.spec, point.law, config.rejection_sample_method if not point.plain else "auto")
+    method = config.rejection_sample_method if not point.plain else "auto"
+    engine.configure(point.spec, point.law, method, point.scheduler)
     engine.records.clear()
     engine.prefill_ms.clear()
     for i, prompt in enumerate(prompts):
@@ -372,7 +403,7 @@ def measure(
     for point in runnable:
         if not point.plain:
             try:
-                engine.configure(point.spec, point.law, config.rejection_sample_method)
+                engine.configure(point.spec, point.law, config.rejection_sample_method, point.scheduler)
             except ConfigError as error:
                 point.error = str(error)
     runnable = [p for p in points if not p.error]
@@ -454,6 +485,7 @@ def empty_row(point: Point, target: Target, drafter: object | None, config: Benc
         context="random token ids" if prompts.set is None else f"prompts {prompts.set.name}",
         num_speculative_tokens=point.spec.num_drafts,
         tree=point.tree,
+        scheduler=point.scheduled,
         dtype=str(target.model.dtype).removeprefix("torch."),
         temperature=config.temperature,
         max_tokens=config.max_tokens,

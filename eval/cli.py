@@ -43,6 +43,14 @@ Method = Annotated[
     typer.Option("--rejection-sample-method", help="Acceptance rule; auto picks one that fits the drafter."),
 ]
 Seed = Annotated[Optional[int], typer.Option(help="Everything random follows from it.")]
+Schedule = Annotated[
+    Optional[str],
+    typer.Option(
+        "--scheduler",
+        help="What is verified of the drafts: none, fixed:N, threshold:P, budget:TOKENS, early-stop:CURVE.json, "
+        "async:CURVE.json; fixed and threshold also take dspark tune's JSON.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 # A flag takes the place of these fields of a recipe as well: each group says one thing in several ways.
@@ -100,6 +108,7 @@ def bench(
     drafter: Drafter = None,
     k: K = None,
     tree: Tree = None,
+    scheduler: Schedule = None,
     num_requests: Annotated[
         Optional[str], typer.Option("-b", "--num-requests", help="Requests at once: 1,8,32.")
     ] = None,
@@ -145,6 +154,7 @@ def bench(
         drafter=drafter,
         num_speculative_tokens=k,
         tree=tree,
+        scheduler=scheduler,
         num_requests=num_requests,
         acceptance_length=al,
         synthetic_acceptance_law=al_law,
@@ -276,6 +286,7 @@ def evaluate(
         Optional[int], typer.Option("-b", "--num-requests", help="Requests at once (for acceptance, not for speed).")
     ] = None,
     speed: Annotated[Optional[int], typer.Option(help="Time so many prompts of each suite; 0: none.")] = None,
+    scheduler: Schedule = None,
     fit_calibration: Annotated[
         Optional[str],
         typer.Option(help="Fit the confidence's temperatures on this prompt file; writes calibration.json."),
@@ -302,6 +313,7 @@ def evaluate(
         limit=limit,
         num_requests=num_requests,
         speed=speed,
+        scheduler=scheduler,
         device=device,
         dtype=dtype,
         weights=weights,

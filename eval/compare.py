@@ -13,7 +13,7 @@ def key(row: BenchRow) -> tuple[object, ...]:
     """What makes two rows the same point. The code, the machine and the measured numbers may differ."""
     return (
         row.target, row.drafter, row.method, row.acceptance, row.num_requests, row.context_len,
-        row.num_speculative_tokens, row.tree, row.dtype, row.temperature,
+        row.num_speculative_tokens, row.tree, row.scheduler, row.dtype, row.temperature,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ decoded plainly and with every shape before the next, so that a slow minute of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,12 +20,13 @@ from drafters.topology import TreeSpec
 from dspark_runtime.configs import FOLDER
 from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.prompts import PromptSet, encode, load_prompts
-from eval.bench import Progress, load, make_drafter, relative_std
+from eval.bench import Progress, load, make_drafter, make_scheduler, relative_std
 from eval.schema import EvalConfig, EvalRow
 
 if TYPE_CHECKING:
     from dspark_runtime.engine import Engine
     from dspark_runtime.records import StepRecord
+    from dspark_runtime.scheduling.scheduler import Scheduler
 
 SUITES = [str(FOLDER / "prompts" / f"{name}.jsonl") for name in ("math", "code", "chat", "repeat")]
 DRAFTS = 7
@@ -136,12 +137,13 @@ def roll_out(
     config: EvalConfig,
     temperature: float,
     finished: Callable[[], None] = lambda: None,
+    scheduler: Scheduler | None = None,
 ) -> list[StepRecord]:
     """Every prompt to its stop or to `max_tokens` tokens. Raises DsparkError if a request fails."""
     from dspark_runtime.sampling import SamplingParams
 
     # Grown trees are deterministic at every temperature: node sampling verifies them.
-    engine.configure(spec, None, "auto" if spec.is_chain else "node")
+    engine.configure(spec, None, "auto" if spec.is_chain else "node", scheduler)
     engine.records.clear()
     for i, prompt in enumerate(prompts):
         # Room for one whole step more than is asked for: a step is never cut, the request is ended here instead.
@@ -237,6 +239,7 @@ def evaluate(config: EvalConfig, progress: Progress = lambda text, done, total: 
     suites, fit = read_suites(config)
     if config.drafter == "none":
         raise ConfigError("drafter: found none, allowed: the drafter to evaluate")
+    make_scheduler(config.scheduler, config)  # a bad file is refused before anything slow
     progress(f"loading {config.target}", 0, 1)
     target = load(config.target, config)
     return measure(config, suites, fit, target, make_drafter(config.drafter, target, config), progress)
@@ -253,6 +256,10 @@ def measure(
     if fit is not None and not head:
         raise ConfigError(f"fit_calibration: found with {drafter.name}, allowed: a drafter with a confidence head")
     temperatures = getattr(drafter, "temperatures", ()) or None
+    # Each shape's own, which goes on learning from one suite to the next.
+    schedulers = {shape: make_scheduler(config.scheduler, config)[0] for shape in lines}
+    scheduled = make_scheduler(config.scheduler, config)[1]
+    head = head and scheduled is None
     if head:
         drafter.temperatures = ()  # the head's own confidence is recorded, and scaled afterwards
     model = target.model
@@ -292,7 +299,7 @@ def measure(
         with_head = head and shape.spec.is_chain
         runner = hybrid if shape.hybrid else engine
         runner.record_confidence = with_head
-        records = roll_out(runner, shape.spec, prompts, config, temperature, tick(what))
+        records = roll_out(runner, shape.spec, prompts, config, temperature, tick(what), schedulers.get(shape))
         runner.record_confidence = False
         return steps_of(records, shape.spec.depth, with_head)
 
@@ -314,7 +321,8 @@ def measure(
                 numbers = acceptance_numbers(steps, shape.spec.depth)
                 found.append(numbers | confidence_numbers(steps, temperatures))
             if timed[suite]:
-                speeds = speed(engine, hybrid, lines, timed[suite], config, temperature, tick(f"{here}, speed"))
+                finished = tick(f"{here}, speed")
+                speeds = speed(engine, hybrid, lines, timed[suite], config, temperature, finished, schedulers)
                 found = [a | b for a, b in zip(found, speeds)]
             for shape, numbers in zip(lines, found):
                 rows.append(
@@ -326,6 +334,7 @@ def measure(
                         prompts_sha256=suite.sha256,
                         temperature=temperature,
                         shape=shape.name,
+                        scheduler=scheduled,
                         num_speculative_tokens=shape.spec.num_drafts,
                         max_tokens=config.max_tokens,
                         num_requests=config.num_requests,
@@ -344,6 +353,7 @@ def speed(
     config: EvalConfig,
     temperature: float,
     finished: Callable[[], None],
+    schedulers: Mapping[Shape, Scheduler | None],
 ) -> list[dict[str, object]]:
     """Numbers of each shape beside plain decoding, one request at a time. The first prompt warms up and runs again."""
     order = [Shape("plain", TreeSpec.chain(0)), *lines]
@@ -351,7 +361,7 @@ def speed(
     for prompt in [prompts[0], *prompts]:
         for shape, timed in zip(order, runs):
             runner = hybrid if shape.hybrid else engine
-            records = roll_out(runner, shape.spec, [prompt], config, temperature, finished)
+            records = roll_out(runner, shape.spec, [prompt], config, temperature, finished, schedulers.get(shape))
             timed.append(Timed(sum(sum(r.emitted) for r in records), sum(r.ms["total"] for r in records) / 1e3))
     plain, *others = (timed[1:] for timed in runs)
     return [speed_numbers(timed, plain) for timed in others]

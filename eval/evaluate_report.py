@@ -73,7 +73,10 @@ def show(found: Evaluation, console: Console | None = None) -> None:
     if not console.is_terminal:
         console = Console(file=console.file, width=400)
     first = found.rows[0]
-    console.print(f"{first.target} · {first.drafter} · {first.dtype} · up to {first.max_tokens} tokens a prompt")
+    scheduled = f" · drafts trimmed by {first.scheduler}" if first.scheduler else ""
+    console.print(
+        f"{first.target} · {first.drafter} · {first.dtype} · up to {first.max_tokens} tokens a prompt{scheduled}"
+    )
     console.print(
         f"AL: tokens per verify step, bonus token included, {first.num_requests} requests at once; "
         f"tok/s: one request, {first.num_timed} prompts, beside plain decoding in turns\n"

@@ -45,11 +45,11 @@ def shape(row: BenchRow) -> str:
 
 
 def name(row: BenchRow) -> str:
-    """What a line is called: "plain", "ngram k=3", "SYNTHETIC AL 3.00 k=7"."""
+    """What a line is called: "plain", "ngram k=3", "SYNTHETIC AL 3.00 k=7", "ngram k=7 async:curve.json"."""
     if row.method == "plain":
         return "plain"
     acceptance = row.acceptance.removesuffix(" (min_variance)") if row.synthetic else row.method
-    return f"{acceptance} {shape(row)}"
+    return " ".join(filter(None, (acceptance, shape(row), row.scheduler)))
 
 
 def title(run: Run) -> str:
@@ -248,6 +248,7 @@ def plot(run: Run, path: Path) -> None:
     lines: dict[tuple[str, int], list[BenchRow]] = {}
     for r in drafted:
         label = r.acceptance if not over_al else ("SYNTHETIC" if r.synthetic else "real")
+        label = f"{label}, {r.scheduler}" if r.scheduler else label
         lines.setdefault((label, r.num_requests), []).append(r)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     colours = {b: f"C{i}" for i, b in enumerate(plain)}

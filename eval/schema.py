@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from drafters.topology import MAX_NODES
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.scheduling.names import split as split_scheduler
 
 SCHEMA_VERSION = 1
 REAL = "real"
@@ -69,6 +70,16 @@ def length_list(value: object) -> object:
     return [part if part == REAL else float_list(part)[0] for part in parts]
 
 
+def scheduler_name(value: str) -> str:
+    """Checked as far as that goes without its file."""
+    if value != "none":
+        try:
+            split_scheduler(value)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("scheduler: ")) from None
+    return value
+
+
 def name_list(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
@@ -103,11 +114,13 @@ class BenchConfig(Pair):
 
     The plain line (k = 0) is always measured. `acceptance_length` holds "real" or synthetic lengths, which count the
     bonus token; rates or a trace are a synthetic law of their own. `context_len`: prompts of that many random token
-    ids in place of the texts of `prompts`.
+    ids in place of the texts of `prompts`. scheduler: each speculative shape once with every one of them ("none": all
+    drafts are verified), see `dspark_runtime.scheduling.names`.
     """
 
     num_speculative_tokens: IntList = Field(default=[3, 7], min_length=1)
     tree: NameList = []
+    scheduler: NameList = []
     num_requests: IntList = Field(default=[1], min_length=1)
     acceptance_length: Annotated[list[float | Literal["real"]], BeforeValidator(length_list)] = []
     synthetic_acceptance_law: Literal["min_variance", "geometric"] = "min_variance"
@@ -129,6 +142,11 @@ class BenchConfig(Pair):
             if not 0 <= k <= 63:
                 raise ValueError(f"found {k}, allowed: 0 to 63")
         return value
+
+    @field_validator("scheduler")
+    @classmethod
+    def _schedulers(cls, value: list[str]) -> list[str]:
+        return list(dict.fromkeys(map(scheduler_name, value)))
 
     @field_validator("num_requests")
     @classmethod
@@ -172,6 +190,14 @@ class BenchConfig(Pair):
         ]
         if len(given) > 1:
             raise ValueError(f"{given[1]}: found together with {given[0]}, allowed: one of them")
+        named = next((name for name in self.scheduler if name != "none"), None)
+        if named is not None and given:
+            raise ValueError(
+                f"scheduler: found {named!r} with {given[0]}, allowed: real acceptance (a law forces what is accepted, "
+                "whatever the confidence)"
+            )
+        if named is not None and self.drafter == "none":
+            raise ValueError(f"scheduler: found {named!r} with drafter none, allowed: a drafter")
         if self.synthetic_acceptance_law != "min_variance" and given != ["acceptance_length"]:
             raise ValueError("synthetic_acceptance_law: found without an acceptance_length, allowed: with one")
         if self.prompts is not None and self.context_len is not None:
@@ -193,7 +219,7 @@ class EvalConfig(Pair):
     trees: "chain" of as many drafts as the drafter makes, and grown trees of so many nodes, root included; hybrid: the
     trees once more, with matches of the request's own text. limit: prompts of each suite; speed: of these, how many are
     timed, one request at a time (0: none); num_requests: requests at once elsewhere. fit_calibration: a prompt file
-    whose roll-outs give the confidence temperatures.
+    whose roll-outs give the confidence temperatures. scheduler: what trims the drafts of every shape.
     """
 
     prompts: list[str] = []
@@ -205,6 +231,18 @@ class EvalConfig(Pair):
     limit: int | None = Field(default=None, ge=1)
     num_requests: int = Field(default=8, ge=1, le=MAX_REQUESTS)
     speed: int = Field(default=5, ge=0)
+    scheduler: str = "none"
+
+    @field_validator("scheduler")
+    @classmethod
+    def _scheduler(cls, value: str) -> str:
+        return scheduler_name(value)
+
+    @model_validator(mode="after")
+    def _whole_blocks(self) -> EvalConfig:
+        if self.scheduler != "none" and self.fit_calibration is not None:
+            raise ValueError("fit_calibration: found with a scheduler, allowed: without (it needs every draft judged)")
+        return self
 
     @field_validator("trees")
     @classmethod
@@ -319,6 +357,7 @@ class BenchRow(Strict):
     context: str = ""
     num_speculative_tokens: int
     tree: str
+    scheduler: str | None = None
     dtype: str
     temperature: float = 0.0
     max_tokens: int
@@ -362,7 +401,8 @@ class EvalRow(Strict):
     spec_decode_acceptance_length: tokens / steps, the bonus token included; a step counts once for each of its
     requests. Rates by position i: unconditional = share of the steps that accepted the first i drafts; conditional =
     share of those that accepted the first i - 1. A step that a stop token ended inside its drafts has no bonus token
-    and takes no part in the rates of the positions behind it.
+    and takes no part in the rates of the positions behind it. A draft that a scheduler left out counts as not accepted,
+    and there are no confidence scores then.
 
     ece and auc: of the predicted probability that a draft and all before it are accepted, over all positions and by
     position, for the head's own confidence (before) and with its calibration.json (after). output_throughput and
@@ -378,6 +418,7 @@ class EvalRow(Strict):
     prompts_sha256: str
     temperature: float
     shape: str
+    scheduler: str | None = None
     num_speculative_tokens: int
     max_tokens: int
     num_requests: int

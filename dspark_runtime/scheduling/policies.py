@@ -103,14 +103,18 @@ class FixedLength:
     needs_confidence, lag = False, 0
 
     def __init__(self, drafts: int | Mapping[int, int]) -> None:
-        self.drafts = drafts if isinstance(drafts, Mapping) else {1: drafts}
+        self.drafts = drafts
 
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
-        _within(max(self.drafts.values()), spec)
+        if not isinstance(self.drafts, Mapping) and self.drafts > spec.depth:
+            raise ConfigError(
+                f"scheduler: found {self.drafts} drafts, allowed: at most {spec.depth}, the depth that is drafted"
+            )
 
     def keep(self, drafts: Drafts) -> Tensor:
         rows = drafts.context_lens.shape[0]
-        return (drafts.depths <= at_load(self.drafts, rows)).expand(rows, -1)
+        depth = at_load(self.drafts, rows) if isinstance(self.drafts, Mapping) else self.drafts
+        return (drafts.depths <= depth).expand(rows, -1)
 
 
 class Threshold:
@@ -120,17 +124,15 @@ class Threshold:
     needs_confidence, lag = True, 0
 
     def __init__(self, threshold: float | Mapping[int, tuple[int, float]]) -> None:
-        self.table = threshold if isinstance(threshold, Mapping) else None
-        self.threshold = None if self.table else threshold
+        self.threshold = threshold
 
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
-        if self.table is not None:
-            _within(max(k for k, _ in self.table.values()), spec)
+        pass
 
     def keep(self, drafts: Drafts) -> Tensor:
-        if self.table is None:
+        if not isinstance(self.threshold, Mapping):
             return drafts.survival >= self.threshold
-        depth, threshold = at_load(self.table, drafts.survival.shape[0])
+        depth, threshold = at_load(self.threshold, drafts.survival.shape[0])
         return (drafts.survival >= threshold) & (drafts.depths <= depth)
 
 
@@ -200,8 +202,3 @@ class Lagged:
 def at_load(table: Mapping[int, Value], num_requests: int) -> Value:
     """The entry of the next larger number of requests, or of the largest."""
     return table[min((b for b in table if b >= num_requests), default=max(table))]
-
-
-def _within(drafts: int, spec: TreeSpec) -> None:
-    if drafts > spec.depth:
-        raise ConfigError(f"scheduler: found {drafts} drafts, allowed: at most {spec.depth}, the depth that is drafted")

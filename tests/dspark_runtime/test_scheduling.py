@@ -914,7 +914,7 @@ def test_names_make_policies(tmp_path: Path) -> None:
     made = chain_curve({1: 1.0, 2: 2.0})
     file = tmp_path / "curve.json"
     file.write_text(made.model_dump_json())
-    assert make_policy("fixed:3").drafts == {1: 3} and make_policy("threshold:0.25").threshold == 0.25
+    assert make_policy("fixed:3").drafts == 3 and make_policy("threshold:0.25").threshold == 0.25
     assert make_policy("budget:64").tokens == 64
     assert make_policy(f"early-stop:{file}").curve == made == make_policy(f"async:{file}").curve
     assert label(f"async:{file}") == "async:curve.json"
@@ -931,7 +931,7 @@ def test_names_make_policies(tmp_path: Path) -> None:
     tuning = tmp_path / "tune.json"
     tuning.write_text(json.dumps(dict(kind="tuning", choices=rows)))
     assert make_policy(f"fixed:{tuning}").drafts == {1: 5, 8: 2}
-    assert make_policy(f"threshold:{tuning}").table == {1: (6, 0.2), 8: (2, 0.0)}
+    assert make_policy(f"threshold:{tuning}").threshold == {1: (6, 0.2), 8: (2, 0.0)}
     rows[0]["confidence"] = None
     tuning.write_text(json.dumps(dict(kind="tuning", choices=rows)))
     assert make_policy(f"fixed:{tuning}").drafts == {1: 5, 8: 2}

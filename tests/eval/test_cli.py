@@ -210,7 +210,7 @@ def test_a_length_that_is_not_realised_is_an_error_and_exit_code_1(
     from dspark_runtime.engine import Engine
 
     configure = Engine.configure
-    monkeypatch.setattr(Engine, "configure", lambda self, spec, law, method: configure(self, spec, None, method))
+    monkeypatch.setattr(Engine, "configure", lambda self, spec, law, method, _: configure(self, spec, None, method))
     assert dspark("bench", "-k", "3", "--al", "4", *FEW) == 1
     out, err = capsys.readouterr()
     assert "ERROR: SYNTHETIC AL 4.00 k=3, b=1: asked for AL 4.00, realised 1." in out and "ERROR" in err
