@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -72,11 +73,16 @@ def ranked(survival: Tensor) -> tuple[Tensor, Tensor]:
     j * R + r. Roots come first.
     """
     rows, width = survival.shape
-    index = torch.arange(rows * width, device=survival.device).view(width, rows).t()
+    index = _index(rows, width, survival.device)
     places = (_ONE - survival.view(torch.int32)).long().bitwise_left_shift_(32).bitwise_or_(index)
     if on_host(places):  # numpy sorts integers many times faster than torch does
         return places, torch.from_numpy(np.sort(places.numpy(), axis=None))
     return places, places.flatten().sort().values
+
+
+@lru_cache(maxsize=64)
+def _index(rows: int, width: int, device: torch.device) -> Tensor:
+    return torch.arange(rows * width, device=device).view(width, rows).t()
 
 
 def descending(survival: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from eval.cli import main
 from eval.compare import compare
 from eval.environment import cores, cpu_name
 from eval.floor import Ceilings
+from eval.scheduling_overhead import overhead_us, policies
 from eval.schema import bench_config, load_run
 from tests.dspark_runtime.tuning.curves import curve, point
 
@@ -121,3 +122,10 @@ def test_a_predicted_curve_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_eval_refuses_to_fit_on_trimmed_blocks(capsys: pytest.CaptureFixture[str]) -> None:
     assert dspark("eval", "ngram", "--scheduler", "fixed:2", "--fit-calibration", "x.jsonl") == 2
     assert "fit_calibration: found with a scheduler, allowed: without" in capsys.readouterr().err
+
+
+def test_the_overhead_benchmark_schedules_part_of_the_drafts() -> None:
+    for name, policy in policies(4, 3).items():
+        found = overhead_us(policy, requests=4, drafts=3, rounds=1)
+        assert set(found) == {"decision", "whole", "estimated", "verified"}, name
+        assert 0 < found["verified"] < 1 and min(found.values()) > 0, name
