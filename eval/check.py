@@ -1,4 +1,4 @@
-"""`dspark check`: in seconds, is a pair of target and drafter sound?
+"""`dspark check`: is a pair of target and drafter sound? Seconds, a drafter's checkpoint on a CPU minutes.
 
 Every check has a known answer: a target that drafts for itself accepts everything; speculative output equals plain
 output; prompt lengths around page and chunk edges change nothing. What is left is the drafter's own quality: its
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PAGE, CHUNK = 16, 40
 EDGES = (15, 16, 17, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1)
+DRAFTS = 4
 TREE = (-1, 0, 0, 1, 1, 2, 3)
 NEAR_TIE = {"float32": 0.0, "bfloat16": 0.125, "float16": 0.02}
 """Gap of two log-probabilities that rounding alone can turn round, by dtype."""
@@ -72,6 +73,7 @@ def length_of(outputs: Sequence[RequestOutput]) -> float:
 
 def check(
     config: BenchConfig,
+    k: int | None,
     tree: str | None,
     expect_al: float | None,
     tolerance: float,
@@ -79,17 +81,19 @@ def check(
     context: int | None,
     say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Load the pair, run every check, say one line for each. One row a check: check, passed, text, and its numbers."""
+    """Load the pair, run every check, say one line for each. One row a check: check, passed, text, and its numbers.
+
+    k: drafts in a row, None for 4 or as many as the drafter makes.
+    """
     target = load(config.target, config)
     drafter = make_drafter(config.drafter, target, config)
-    k = config.num_speculative_tokens[-1]
     return check_pair(target, drafter, k, tree, expect_al, tolerance, min_al, context, say)
 
 
 def check_pair(
     target: Any,
     drafter: Any,
-    k: int,
+    k: int | None,
     tree: str | None,
     expect_al: float | None,
     tolerance: float,
@@ -124,6 +128,8 @@ def check_pair(
         text = f"{what}: {len(other) - differ} of {len(other)} outputs equal plain decoding"
         verdict(name, differ == ties, text + (f", {ties} near ties within {dtype} rounding" if ties else ""))
 
+    if k is None:
+        k = DRAFTS if drafter is None else min(DRAFTS, drafter.max_depth)
     say(f"target {target.name} ({dtype}), drafter {drafter.name if drafter is not None else 'none'}, k={k}")
     plain = run(model, prompts, tokens, logprobs=logprobs)
 
@@ -155,7 +161,9 @@ def check_pair(
     same("chain", f"chain of {k}", plain, chain)
     if drafter.can_tree:
         spec = load_tree(tree) if tree else TreeSpec(TREE)
-        same("tree", f"tree {tree or 'of 6 drafts, depth 3'}", plain, run(model, prompts, tokens, drafter, spec))
+        if not tree and spec.depth > drafter.max_depth:
+            spec = TreeSpec(tuple(p for p, d in zip(TREE, spec.depths) if d <= drafter.max_depth))
+        same("tree", f"tree {tree or f'of {spec.num_drafts} drafts, depth {spec.depth}'}", plain, run(model, prompts, tokens, drafter, spec))
     elif tree:
         verdict("tree", False, f"tree {tree}: {drafter.name} drafts chains only")
     else:

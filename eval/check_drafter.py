@@ -8,6 +8,7 @@ If a neighbour matches the text clearly better, that is the cause.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ COLLAPSE = 0.4
 """Accepted drafts a step at a context length, as a share of the median over lengths, below which it fails."""
 SPREAD = 1e-3
 """A confidence head whose outputs have a smaller standard deviation is constant."""
+KNOWS = 0.7
+"""AUC of a confidence head; one that is below by three standard errors knows next to nothing."""
+USUAL = 0.3
+"""First drafts of published drafters match half of the text and more; below this a line says so."""
 CONTEXT = 512
 """Longest context that is tried unless asked for; of a drafter with a short range of its own, a little past it."""
 PASSAGES = 4
@@ -140,19 +145,24 @@ def rebuilt(drafter: Any, **changes: Any) -> Any:
 def neighbours(model: Any, drafter: Any) -> Iterator[tuple[str, str, Any]]:
     """(name, what is wrong if it matches better, drafter) of every reading next to the one that was loaded."""
     c, network = drafter.config, drafter.network
-    for shift in (-1, 1):
-        taps = tuple(i + shift for i in c.taps)
-        if -1 <= min(taps) and max(taps) < model.num_layers:
-            other = copy.copy(drafter)
-            other.taps = taps
-            yield f"taps {shift:+d}", f"layer ids look off by one: taps shifted by {shift:+d} match", other
+    anchors = [c.sample_from_anchor]
     if c.kind != "eagle3" and c.block_size > 1:
-        anchor = not c.sample_from_anchor
+        anchors.append(not c.sample_from_anchor)
+    shifts = [x for x in (0, -1, 1) if -1 <= min(c.taps) + x and max(c.taps) + x < model.num_layers]
+    for shift, anchor in itertools.product(shifts, anchors):
+        said = {}
         other = copy.copy(drafter)
-        other.config = c.model_copy(update=dict(sample_from_anchor=anchor))
-        other.max_depth = other.config.num_drafts
-        said = f"sample_from_anchor {str(anchor).lower()}"
-        yield said, f"slots look off by one: {said} matches", other
+        if shift:
+            said["layer ids"] = f"taps {shift:+d}"
+            other.taps = tuple(i + shift for i in c.taps)
+        if anchor != c.sample_from_anchor:
+            said["slots"] = f"sample_from_anchor {str(anchor).lower()}"
+            other.config = c.model_copy(update=dict(sample_from_anchor=anchor))
+            other.max_depth = other.config.num_drafts
+            other.temperatures = ()  # they are one for each draft, of which there are more or fewer now
+        if said:
+            name = ", ".join(said.values())
+            yield name, f"{' and '.join(said)} look off by one: {name} matches", other
     for name, table in (("LM head", "lm_head"), ("embedding", "embed")):
         own, targets = getattr(network, table), getattr(model, table)
         if table == "lm_head" and network.target_ids is not None:
@@ -214,13 +224,15 @@ def check_reading(
             better.append((rates[name], wrong))
     numbers = dict(matched=rate, drafts=len(firsts), neighbours=rates)
     if better:
-        best, wrong = max(better)
+        best, wrong = max(better, key=lambda found: found[0])
         verdict("first_drafts", False, f"first drafts: {wrong} {best:.2f} against {rate:.2f}", **numbers)
         return
     listed = ", ".join(f"{name} {value:.2f}" for name, value in rates.items())
     line = f"first drafts match {rate:.2f} of {len(firsts)} tokens that the target wrote ({listed})"
     if rate < min_al - 1:
         line += ": weights of another target, or untrained; no neighbouring reading does better"
+    elif rate < USUAL:
+        line += ": few, half and more is usual; no neighbouring reading does better (too little training, or other text)"
     verdict("first_drafts", rate >= min_al - 1, line, **numbers)
 
 
@@ -270,11 +282,17 @@ def check_heads(
         sure, right = (torch.tensor(x).numpy() for x in zip(*judged)) if judged else (None, None)
         area = auc(sure, right) if judged else None
         line = f"confidence head: {float(values.mean()):.3f} ± {spread:.3f} over {len(values)} drafts"
-        if spread < SPREAD:
+        passed = spread >= SPREAD  # not where it is NaN
+        if not passed:
             line = f"confidence head is constant, it was not trained: {float(values.mean()):.3f} ± {spread:.1g}"
         elif area is not None:
+            yes, no = int(right.sum()), int((~right).sum())
+            error = math.sqrt((yes + no + 1) / (12 * yes * no))  # of the rank sum where nothing is known
             line += f", AUC {area:.2f} (0.5 knows nothing)"
-        verdict("confidence_head", spread >= SPREAD, line, mean=float(values.mean()), spread=spread, auc=area)
+            if area + 3 * error < KNOWS:
+                passed = False
+                line = f"confidence head does not know what is accepted, it was not trained or is another drafter's: {line}"
+        verdict("confidence_head", passed, line, mean=float(values.mean()), spread=spread, auc=area)
 
 
 def _whole(written: Written, k: int) -> dict[Key, bool]:
@@ -336,6 +354,8 @@ def check_same(model: Any, drafter: Any, prompts: Sequence[Sequence[int]], k: in
     line = f"preempted {tight.preemptions} times: {right} of {total} chains are those of an uninterrupted run"
     if right < allowed * total:
         line += ": the drafter's cache is not what it was after the context was computed again"
+    elif not tight.preemptions:
+        line += ": nothing was preempted, so nothing was checked (the target's context limit is too short)"
     passed = right >= allowed * total and tight.preemptions > 0
     verdict("preemption", passed, line, same=right, chains=total, preemptions=tight.preemptions)
 
@@ -368,11 +388,9 @@ def check_contexts(model: Any, drafter: Any, base: Written, k: int, context: int
     # A few tokens of context are too little for any drafter: shown, not judged.
     usual = sorted(lengths[n] - 1 for n in lengths if 16 <= n < own) or [0.0]
     typical = usual[len(usual) // 2]
-    low = [
-        n
-        for n, x in counts.items()
-        if n >= 16 and float(x.mean()) < COLLAPSE * typical - 2 * float(x.std(correction=0)) / math.sqrt(len(x))
-    ]
+    floor = COLLAPSE * typical
+    scatter = math.sqrt(floor * (1 + floor))  # of a geometric law; the counts' own is 0 where nothing is accepted
+    low = [n for n, x in counts.items() if n >= 16 and float(x.mean()) < floor - 2 * scatter / math.sqrt(len(x))]
     table = ", ".join(f"{n}: {al:.2f}" for n, al in lengths.items())
     line = f"AL by tokens of context {table}"
     if low:

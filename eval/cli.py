@@ -368,11 +368,11 @@ def check(
     backend: Backend = None,
     seed: Seed = None,
 ) -> None:
-    """In seconds: is this pair of target and drafter sound? Exit code 1 if not."""
+    """Is this pair of target and drafter sound? Exit code 1 if not."""
     flags = dict(
         target=target,
         drafter=drafter,
-        num_speculative_tokens=k or "4",
+        num_speculative_tokens=k or "4",  # not asked for: fewer where the drafter makes fewer
         device=device,
         dtype=dtype,
         weights=weights,
@@ -395,7 +395,8 @@ def check(
 
     from eval.check import check as run_check
 
-    rows = run_check(settings, tree, expect_al, tolerance, min_al, context, print)
+    drafts = settings.num_speculative_tokens[0] if k else None
+    rows = run_check(settings, drafts, tree, expect_al, tolerance, min_al, context, print)
     if json_file is not None:
         from eval.environment import write_result
 

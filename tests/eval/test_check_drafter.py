@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 import eval.check
+from drafters.dspark import calibration
 from drafters.dspark.drafter import BlockDrafter
 from drafters.dspark.load import load_drafter
 from dspark_runtime.models.transformer import Transformer
-from eval.check_drafter import check_drafter, context_lengths
+from eval import check_drafter
+from eval.check_drafter import context_lengths
 from tests.drafters import planted
 from tests.drafters.dspark_cases import eagle_tensors, target, write
 from tests.drafters.planted import HALF, LAYERS, H, V
@@ -51,12 +53,13 @@ def verdicts(model: Any, folder: Path, context: int | None = None) -> dict[str, 
         rows[name] = dict(passed=passed, text=text, **numbers)
 
     drafter = load_drafter(folder, model)
-    check_drafter(model, drafter, PROMPTS, min(4, drafter.max_depth), 1.05, context, verdict)
+    check_drafter.check_drafter(model, drafter, PROMPTS, min(4, drafter.max_depth), 1.05, context, verdict)
     return rows
 
 
 def failed(rows: dict[str, dict[str, Any]]) -> list[str]:
-    return [name for name, row in rows.items() if not row["passed"]]
+    """All but the confidence head, which the planted drafter has at random: it has its own tests."""
+    return [name for name, row in rows.items() if not row["passed"] and name != "confidence_head"]
 
 
 def pruned(model: Transformer, ids: Tensor, shift: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -78,14 +81,64 @@ def test_a_sound_drafter_passes(model: Transformer, tmp_path: Path) -> None:
     assert rows["markov_head"]["al"] > 4.9 and rows["markov_head"]["al_without"] < 3
 
 
+def weaker(model: Transformer) -> dict[str, Tensor]:
+    """A Markov head with mistakes, as often as published drafters make them."""
+    own = planted.drafter_tensors(model)["markov_head.markov_w2.weight"]
+    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) * own.std()
+    return {"markov_head.markov_w2.weight": own + 0.6 * noise}
+
+
+def confident(model: Transformer, folder: Path, **tensors: Tensor) -> dict[str, Tensor]:
+    """A confidence head fitted to what was accepted after each token."""
+    written = check_drafter.write(model, load_drafter(planted.drafter(folder, model, **tensors), model), PROMPTS, 24, 4)
+    right = torch.zeros(V, 2)
+    for (request, length), accepted in written.accepted(4).items():
+        text = written.texts[request][length - 1 :]
+        for i in range(min(accepted + 1, 4)):
+            right[text[i]] += torch.tensor([1.0, float(i < accepted)])
+    rate = (right[:, 1] + 0.5) / (right[:, 0] + 1)
+    e = planted.drafter_tensors(model)["markov_head.markov_w1.weight"]
+    w = torch.linalg.lstsq(torch.cat((e, torch.ones(V, 1)), 1), rate.logit()[:, None]).solution[:, 0]
+    weight = torch.cat((torch.zeros(H), w[:-1]))[None]
+    return {"confidence_head.proj.weight": weight, "confidence_head.proj.bias": w[-1:]}
+
+
 def test_a_weaker_drafter_passes_too(qwen3: Transformer, tmp_path: Path) -> None:
     """Right as often as published ones are, and with a confidence that knows a little of when."""
-    own = planted.drafter_tensors(qwen3)["markov_head.markov_w2.weight"]
-    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) * own.std()
-    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, **{"markov_head.markov_w2.weight": own + 0.6 * noise}))
-    assert not failed(rows)
+    tensors = weaker(qwen3)
+    tensors |= confident(qwen3, tmp_path / "first", **tensors)
+    rows = verdicts(qwen3, planted.drafter(tmp_path / "fitted", qwen3, **tensors))
+    assert not failed(rows) and rows["confidence_head"]["passed"]
     assert 0.5 < rows["first_drafts"]["matched"] < 0.9
-    assert "AUC" in rows["confidence_head"]["text"]
+    assert 0.65 < rows["confidence_head"]["auc"] < 1 and "AUC" in rows["confidence_head"]["text"]
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_sound_drafters_with_other_heads_pass(kind: str, qwen3: Transformer, tmp_path: Path) -> None:
+    config, tensors = dict(markov_head_type=kind), planted.drafter_tensors(qwen3)
+    if kind == "gated":  # open
+        extra = {"markov_head.gate_proj.weight": torch.zeros(HALF, H + HALF), "markov_head.gate_proj.bias": torch.full((HALF,), 30.0)}
+    else:  # its output branch: tanh of a little is that little
+        joint = torch.zeros(3 * HALF, 2 * HALF + H)
+        joint[2 * HALF :, HALF : 2 * HALF] = torch.eye(HALF) * 1e-3
+        extra = {"markov_head.joint_proj.weight": joint, "markov_head.joint_proj.bias": torch.zeros(3 * HALF)}
+        extra["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"] * 1e3
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, config, **extra))
+    assert not failed(rows) and rows["first_drafts"]["matched"] == 1.0
+    assert rows["markov_head"]["al"] > 4.9 and rows["markov_head"]["al_without"] < 3
+
+
+def masked(model: Transformer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A drafter whose slots fill their own position, as DFlash's: each stands one token later and looks one further back."""
+    from tests.drafters.planted import BACK, HEADS, _pointer
+
+    return dict(block_size=5), {"layers.0.self_attn.q_proj.bias": _pointer(BACK + 1, 1.0).repeat(HEADS)}
+
+
+def test_a_sound_drafter_of_the_other_slots_passes(qwen3: Transformer, tmp_path: Path) -> None:
+    config, tensors = masked(qwen3)
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, config | dict(sample_from_anchor=False), **tensors))
+    assert not failed(rows) and rows["first_drafts"]["matched"] == 1.0
 
 
 # -------------------------------------------------------------------------------------------------- traps of reading
@@ -95,7 +148,7 @@ def test_a_weaker_drafter_passes_too(qwen3: Transformer, tmp_path: Path) -> None
 def test_layer_ids_off_by_one(shift: int, model: Transformer, tmp_path: Path) -> None:
     taps = [i + shift for i in planted.CONFIG["target_layer_ids"]]
     rows = verdicts(model, planted.drafter(tmp_path, model, dict(target_layer_ids=taps)))
-    assert f"layer ids look off by one: taps shifted by {-shift:+d} match 1.00 against" in rows["first_drafts"]["text"]
+    assert f"layer ids look off by one: taps {-shift:+d} matches 1.00 against" in rows["first_drafts"]["text"]
     assert "first_drafts" in failed(rows)
 
 
@@ -103,6 +156,39 @@ def test_slots_off_by_one(model: Transformer, tmp_path: Path) -> None:
     folder = planted.drafter(tmp_path, model, dict(sample_from_anchor=False))
     rows = verdicts(model, folder)
     assert "slots look off by one: sample_from_anchor true matches 1.00 against" in rows["first_drafts"]["text"]
+    assert "first_drafts" in failed(rows)
+
+
+def test_slots_off_by_one_the_other_way(qwen3: Transformer, tmp_path: Path) -> None:
+    """A checkpoint that forgot to say that its anchor predicts nothing."""
+    config, tensors = masked(qwen3)
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, config, **tensors))
+    assert "slots look off by one: sample_from_anchor false matches 1.00 against" in rows["first_drafts"]["text"]
+    assert "first_drafts" in failed(rows)
+
+
+def test_layer_ids_and_slots_off_by_one(qwen3: Transformer, tmp_path: Path) -> None:
+    """Two mistakes at once: neither reading alone is right."""
+    wrong = dict(target_layer_ids=[2, 4], sample_from_anchor=False)
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, wrong))
+    words = "layer ids and slots look off by one: taps -1, sample_from_anchor true matches 1.00 against"
+    assert words in rows["first_drafts"]["text"]
+
+
+def test_a_calibrated_drafter_is_read_otherwise_too(qwen3: Transformer, tmp_path: Path) -> None:
+    """The neighbour that drafts one more has no temperature for it."""
+    folder = planted.drafter(tmp_path, qwen3, dict(sample_from_anchor=False))
+    found = calibration.Calibration(temperatures=[1.5, 1.2, 1.0], dataset="x", num_samples=1, ece_before=0, ece_after=0)
+    (folder / calibration.FILE).write_text(found.model_dump_json())
+    assert "sample_from_anchor true matches 1.00" in verdicts(qwen3, folder)["first_drafts"]["text"]
+
+
+def test_few_matches_are_called_few(qwen3: Transformer, tmp_path: Path) -> None:
+    own = planted.drafter_tensors(qwen3)["markov_head.markov_w2.weight"]
+    noise = torch.randn(own.shape, generator=torch.Generator().manual_seed(0)) * own.std()
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, **{"markov_head.markov_w2.weight": own + 2.5 * noise}))
+    assert 0.05 < rows["first_drafts"]["matched"] < 0.3 and rows["first_drafts"]["passed"]
+    assert "few, half and more is usual" in rows["first_drafts"]["text"]
 
 
 @pytest.mark.parametrize("key, name", [("lm_head.weight", "LM head"), ("embed_tokens.weight", "embedding")])
@@ -119,6 +205,7 @@ def test_weights_of_another_target(qwen3: Transformer, tmp_path: Path) -> None:
     keys = ("layers.0.self_attn.v_proj.weight", "markov_head.markov_w1.weight")
     rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, **{key: -own[key] for key in keys}))
     assert "weights of another target, or untrained" in rows["first_drafts"]["text"]
+    assert rows["contexts"]["passed"], "where next to nothing is accepted, nothing is no collapse"
 
 
 # ------------------------------------------------------------------------------------------------ traps of the heads
@@ -149,8 +236,21 @@ def test_a_markov_head_of_another_drafter(qwen3: Transformer, tmp_path: Path) ->
 def test_a_constant_confidence_head(model: Transformer, tmp_path: Path) -> None:
     key = "confidence_head.proj.weight"
     rows = verdicts(model, planted.drafter(tmp_path, model, **{key: torch.zeros(1, H + HALF)}))
-    assert failed(rows) == ["confidence_head"]
+    assert not failed(rows) and not rows["confidence_head"]["passed"]
     assert "confidence head is constant, it was not trained: 0.500" in rows["confidence_head"]["text"]
+
+
+def test_an_untrained_confidence_head(qwen3: Transformer, tmp_path: Path) -> None:
+    """Random: its outputs differ, and say nothing of what is accepted."""
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, **weaker(qwen3)))
+    assert not failed(rows) and not rows["confidence_head"]["passed"] and rows["confidence_head"]["auc"] < 0.65
+    assert "does not know what is accepted, it was not trained" in rows["confidence_head"]["text"]
+
+
+def test_a_broken_confidence_head(qwen3: Transformer, tmp_path: Path) -> None:
+    bias = torch.full((1,), float("nan"))
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, **{"confidence_head.proj.bias": bias}))
+    assert not failed(rows) and not rows["confidence_head"]["passed"]
 
 
 # ------------------------------------------------------------------------------------------- traps of the vocabulary
@@ -169,6 +269,19 @@ def test_pruned_vocabularies(model: Transformer, tmp_path: Path) -> None:
     rows = verdicts(model, planted.drafter(tmp_path / "few", model, config, **tensors))
     assert "draft_vocabulary" in failed(rows)
     assert "the rest can never be drafted" in rows["draft_vocabulary"]["text"]
+
+
+@pytest.mark.parametrize("d2t, words", [
+    (lambda ids: ids, "d2t holds target ids where offsets were read: read so it matches"),
+    (lambda ids: ids - torch.arange(len(ids)) + 1, "d2t is off by one: target ids less one match"),
+    (lambda ids: ids.roll(-1) - torch.arange(len(ids)), "d2t is off by one row: shifted on it matches"),
+], ids=["target ids", "ids + 1", "rows - 1"])  # fmt: skip
+def test_vocabulary_maps_read_wrongly(d2t: Any, words: str, qwen3: Transformer, tmp_path: Path) -> None:
+    """A small vocabulary, so that a wrong map is still a map and nothing but the text can tell."""
+    ids = torch.arange(26)[torch.arange(26) % 4 != 3]
+    config, tensors = pruned(qwen3, ids)
+    rows = verdicts(qwen3, planted.drafter(tmp_path, qwen3, config, **tensors | dict(d2t=d2t(ids))))
+    assert words in rows["first_drafts"]["text"] and "first_drafts" in failed(rows)
 
 
 # ------------------------------------------------------------------------------------------------ traps of the cache
@@ -243,6 +356,23 @@ def test_the_command_writes_verdicts_and_fails(
     assert dspark("check", "--drafter", str(shifted), *asked) == 1
     assert "FAIL  first drafts: layer ids look off by one" in capsys.readouterr().out
     assert not all(row["passed"] for row in json.loads((tmp_path / "out.json").read_text())["results"])
+
+
+@pytest.mark.parametrize("block, said", [(2, "chain of 1"), (3, "chain of 2"), (6, "chain of 4")])
+def test_shorter_blocks_than_the_usual_chain_are_checked_as_they_are(
+    block: int, said: str, qwen3: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(eval.check, "load", lambda *_: SimpleNamespace(model=qwen3, tokenizer=None, name="planted"))
+    config, tensors = masked(qwen3)
+    folder = planted.drafter(tmp_path, qwen3, config | dict(block_size=block, sample_from_anchor=False), **tensors)
+    call = ["check", "--drafter", str(folder), "--context", "20", "--json", str(tmp_path / "out.json")]
+    dspark(*call)
+    assert f"ok    {said}: 6 of 6 outputs equal plain decoding" in capsys.readouterr().out
+    rows = {row["check"]: row for row in json.loads((tmp_path / "out.json").read_text())["results"]}
+    assert rows["tree"]["passed"] and rows["first_drafts"]["matched"] == 1.0
+    if block < 5:
+        assert dspark(*call, "-k", "4") == 2
+        assert f"found depth 4, allowed: at most {block - 1}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, words", [
