@@ -11,7 +11,8 @@ from dspark_runtime.acceptance import Accepted
 
 BINS = 16
 LOGITS = 5.0
-"""What a draft is judged by falls into BINS bins, equally wide in its logit from -LOGITS to LOGITS."""
+"""What a draft is judged by falls into BINS bins: a probability by its logit, from -LOGITS to LOGITS, a request's recent
+rate as it is."""
 DECAY = 0.99
 """What a step leaves of all counts before it."""
 PRIOR = 2.0
@@ -34,11 +35,11 @@ class OnlineEstimator:
         """generations [rows] int64: see `Scheduler.start`."""
         device, rows = generations.device, generations.shape[0]
         self.generations = generations
-        self.seen, self.taken = (torch.zeros((spec.depth + 1) * (BINS + 1), device=device) for _ in range(2))
+        # Of each depth and bin: drafts that were judged, and those of them that were accepted.
+        self.counts = torch.zeros((spec.depth + 1) * (BINS + 1), 2, device=device)
         self.recent = torch.zeros(rows, device=device)
         self.owner = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.rows = (self.recent, self.owner)
-        self.state = (self.seen, self.taken, *self.rows)
 
     def estimate(self, tree: DraftTree, depths: Tensor) -> Tensor:
         """[R, n] float32: probability that a node is accepted, given that its parent was. Roots and padding: anything.
@@ -46,19 +47,21 @@ class OnlineEstimator:
         depths [R, n] or [n] int64 of the tree's nodes.
         """
         r, n = tree.tokens.shape
-        prior: Tensor | float = 1.0
+        prior: Tensor | float = PRIOR
+        self._by_request = False
         if tree.confidence is not None:
-            prior = tree.confidence
-            bins = _bin(prior)
+            prior = PRIOR * tree.confidence
+            bins = _bin(tree.confidence)
         elif tree.probs is not None:
             above = torch.arange(-1, n - 1, device=depths.device).expand(r, n) if tree.is_chain else tree.parents
             bins = _bin(tree.probs.amax(2).gather(1, above.clamp(min=0)))
         else:
+            self._by_request = True
             known = self.owner[:r] == self.generations[:r]
-            bins = torch.where(known, _bin(self.recent[:r]), BINS)[:, None]
+            bins = torch.where(known, (self.recent[:r] * BINS).long().clamp_(max=BINS - 1), BINS)[:, None]
         self._cells = (depths * (BINS + 1) + bins).expand(r, n)
-        taken, seen = (counts.index_select(0, self._cells.flatten()).view(r, n) for counts in (self.taken, self.seen))
-        return (taken + PRIOR * prior) / (seen + PRIOR)
+        judged, taken = self.counts.index_select(0, self._cells.flatten()).view(r, n, 2).unbind(2)
+        return (taken + prior) / (judged + PRIOR)
 
     def trim(self, keep: Tensor) -> None:
         """The tree lost the nodes outside keep [R, n] bool, and the others moved to the front."""
@@ -68,27 +71,27 @@ class OnlineEstimator:
         """Learn from the verified tree of this step: a node is judged where its parent was accepted."""
         r, n = tree.tokens.shape
         nodes = torch.arange(n, device=tree.tokens.device)
+        kept = accepted.num_emitted - 1
         if tree.is_chain:
-            kept = accepted.num_emitted[:, None] - 1
-            judged = (nodes >= 1) & (nodes <= kept + 1) & (nodes < tree.num_nodes[:, None])
-            taken = judged & (nodes <= kept)
+            total = torch.minimum(kept + 1, tree.num_nodes - 1)
+            # Roots are counted too, at depth 0, which nobody asks for.
+            judged, taken = nodes <= total[:, None], nodes <= kept[:, None]
         else:
             on = torch.zeros(r, n + 1, dtype=torch.bool, device=nodes.device)
             on = on.scatter(1, torch.where(accepted.path >= 0, accepted.path, n), True)[:, :n]
             judged = (tree.parents >= 0) & on.gather(1, tree.parents.clamp(min=0))
             taken = judged & on
-        cells = self._cells[:, :n]
+            total = judged.sum(1)
         # Whole numbers, so that their order does not matter to the sums.
-        for counts, which in ((self.seen, judged), (self.taken, taken)):
-            new = torch.zeros_like(counts).scatter_add_(0, cells.flatten(), which.flatten().float())
-            counts.mul_(DECAY).add_(new)
-        total = judged.sum(1)
-        share = taken.sum(1) / total.clamp(min=1)
-        known = self.owner[:r] == self.generations[:r]
-        recent = torch.where(known, torch.lerp(self.recent[:r], share, RECENT), share)
-        judged = total > 0
-        self.recent[:r] = torch.where(judged, recent, self.recent[:r])
-        self.owner[:r] = torch.where(judged, self.generations[:r], self.owner[:r])
+        new = torch.stack((judged, taken), 2).float().view(-1, 2)
+        new = torch.zeros_like(self.counts).index_add_(0, self._cells[:, :n].flatten(), new)
+        self.counts.mul_(DECAY).add_(new)
+        if self._by_request:
+            tried = total > 0
+            known = self.owner[:r] == self.generations[:r]
+            weight = torch.where(known, RECENT, 1.0) * tried
+            self.recent[:r].lerp_(kept / total.clamp(min=1), weight)
+            self.owner[:r] = torch.where(tried, self.generations[:r], self.owner[:r])
 
 
 def _bin(probability: Tensor) -> Tensor:

@@ -631,15 +631,15 @@ def test_what_was_learned_survives_a_start_and_a_new_engine_begins_anew() -> Non
     drafter = ScriptedDrafter(right_for(2))
     e = Engine(target(), drafter, spec=TreeSpec.chain(4), scheduler=s)
     e.generate([[7], [9]], greedy(40))
-    seen = s._estimator.seen.clone()
-    assert seen.sum() > 10
+    counts = s._estimator.counts.clone()
+    assert counts.sum() > 10
     e.configure(TreeSpec.chain(4), scheduler=s)
-    assert torch.equal(s._estimator.seen, seen)
+    assert torch.equal(s._estimator.counts, counts)
     e.configure(TreeSpec.chain(3), scheduler=s)
-    assert s._estimator.seen.sum() == 0
+    assert s._estimator.counts.sum() == 0
     e.generate([[7]], greedy(20))
     Engine(target(), drafter, spec=TreeSpec.chain(3), scheduler=s)
-    assert s._estimator.seen.sum() == 0
+    assert s._estimator.counts.sum() == 0
 
 
 # ------------------------------------------------------------------ the estimator
@@ -708,8 +708,7 @@ def test_in_a_tree_children_of_accepted_nodes_are_judged() -> None:
     estimator.trim(keep)
     path = torch.tensor([[0, 1, -1]])  # node 1 accepted, its only kept child rejected
     estimator.observe(tree.prune(keep), Accepted(path, path, torch.tensor([2])))
-    by_depth = lambda counts: counts.view(3, -1).sum(1).tolist()  # noqa: E731
-    assert by_depth(estimator.seen) == [0, 2, 1] and by_depth(estimator.taken) == [0, 1, 0]
+    assert estimator.counts.view(3, -1, 2).sum(1).tolist() == [[0, 0], [2, 1], [1, 0]]
 
 
 def test_sampled_drafts_are_judged_by_the_law_they_were_drawn_from() -> None:
@@ -718,7 +717,8 @@ def test_sampled_drafts_are_judged_by_the_law_they_were_drawn_from() -> None:
     probs[3:] = probs[:3]
     tokens = torch.randint(5, (6, 4))
     estimator = OnlineEstimator(TreeSpec.chain(3), torch.arange(6))
-    estimator.seen.uniform_(1, 9), estimator.taken.copy_(estimator.seen * torch.rand_like(estimator.seen))
+    estimator.counts[:, 0].uniform_(1, 9)
+    estimator.counts[:, 1] = estimator.counts[:, 0] * torch.rand(len(estimator.counts))
     got = estimator.estimate(DraftTree.from_spec(TreeSpec.chain(3), tokens, probs=probs), torch.arange(4))
     assert torch.equal(got[:3, 1:], got[3:, 1:]) and len(got[:3, 1:].unique()) > 3
 
