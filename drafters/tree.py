@@ -25,7 +25,8 @@ class DraftTree:
     num_nodes   [R] int64      nodes of each request, root included; they come first
     probs       [R, n, V] float32: row i is the distribution that the children of node i were drawn from. None: the tree
                 is deterministic (each child counts as a point mass)
-    confidence  [R, n] float32: estimated probability that the node is accepted, given that its parent was. Optional
+    confidence  [R, n] float32: estimated probability that the node is accepted, given that its parent was. Optional.
+                Where children were drawn (probs), it must not depend on the node's own token: schedules rely on that
     is_chain    host fact: every node's parent is the node before it (and then width > depth)
     depth       host bound on the longest path
     """
