@@ -17,10 +17,12 @@ from torch import Tensor
 from drafters.suffix import Continuations
 from drafters.tree import DraftTree
 
-Children = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-"""children(depth, tokens [R, W], carry [R, W, s] or None) -> (candidate ids [R, M], their logits under each parent
-[R, W, M] float32, confidence of each parent's draft [R, W] float32 or None, carry [R, W, s] or None). depth counts from
-0, the root's; carry is what a recurrent head knows of the path."""
+Carry = tuple[Tensor, ...]
+Children = Callable[[int, Tensor, Carry], tuple[Tensor, Tensor, Tensor | None, Carry]]
+"""children(depth, tokens [R, W], carry) -> (candidate ids [R, W, M], or [R, 1, M] where all parents have the same, their
+logits under each parent [R, W, M] float32, confidence of each parent's draft [R, W] float32 or None, carry). depth counts
+from 0, the root's; carry is what is known of each node's path, tensors [R, W, ...]: a call gets what it gave for the
+parents, and () at the root."""
 
 Confidence = Literal["off", "weight", "match", "stop"]
 
@@ -39,6 +41,7 @@ def grow(
     confidence: Confidence = "off",
     stop_below: float = 0.0,
     repeats: Continuations | None = None,
+    width: int | None = None,
 ) -> DraftTree:
     """The best tree of at most num_nodes nodes (root included) and depth levels, or the best path. Deterministic.
 
@@ -51,10 +54,13 @@ def grow(
 
     repeats: continuations of earlier occurrences become children too, in a mixture: with probability
     SUFFIX_RATES[matched tokens] the next token is theirs, else it is drawn from q.
+
+    width: children are asked for the best so many nodes of a level only, where each costs a pass of the drafter. The
+    tree is the best among the nodes that were looked at, and the best of all where width is no limit.
     """
     r, device = roots.shape[0], roots.device
     tokens, scores = roots[:, None], torch.zeros(r, 1, device=device)
-    carry: Tensor | None = None
+    carry: Carry = ()
     on = None if repeats is None else torch.ones(r, 1, repeats.matched.shape[1], dtype=torch.bool, device=device)
     all_tokens, all_scores, all_steps = [tokens], [scores], [torch.ones_like(scores)]
     all_parents = [torch.full_like(tokens, -1)]
@@ -70,17 +76,16 @@ def grow(
         keep = 1 if chain else min(num_nodes - 1, below[0].numel())
         scores, where = below.flatten(1).topk(keep, dim=1)
         parent = where // options
-        tokens = candidates.gather(1, where % options)
-        if carry is not None:
-            carry = carry.gather(1, parent[..., None].expand(-1, -1, carry.shape[2]))
-        if repeats is not None:
-            on = on.gather(1, parent[..., None].expand(-1, -1, on.shape[2]))
-            on = on & (repeats.tokens[:, None, :, k] == tokens[..., None])
+        tokens = candidates.expand(-1, below.shape[1], -1).flatten(1).gather(1, where)
         all_tokens.append(tokens)
         all_scores.append(scores)
         all_steps.append(sure if chain and sure is not None else q.flatten(1).gather(1, where))
         all_parents.append(base + parent)
-        base = base + (1 if k == 0 else all_tokens[-2].shape[1])
+        base = base + all_tokens[-2].shape[1]
+        tokens, scores, parent = tokens[:, :width], scores[:, :width], parent[:, :width]
+        carry = tuple(_of(x, parent) for x in carry)
+        if repeats is not None:
+            on = _of(on, parent) & (repeats.tokens[:, None, :, k] == tokens[..., None])
     score, parents = torch.cat(all_scores, 1), torch.cat(all_parents, 1)
     total = score.shape[1]
     size = min(num_nodes, total)
@@ -106,6 +111,11 @@ def grow(
     )
 
 
+def _of(x: Tensor, parent: Tensor) -> Tensor:
+    """x [R, V, ...] of parents, for each of their children: parent [R, W] -> [R, W, ...]."""
+    return x.gather(1, parent.view(*parent.shape, *[1] * (x.dim() - 2)).expand(-1, -1, *x.shape[2:]))
+
+
 def _confident(logits: Tensor, scores: Tensor, sure: Tensor | None, mode: Confidence, stop_below: float) -> Tensor:
     """Probabilities of the candidates [R, W, M], shaped by the parent's confidence [R, W]."""
     if sure is None or mode == "off":
@@ -126,7 +136,7 @@ def _confident(logits: Tensor, scores: Tensor, sure: Tensor | None, mode: Confid
 
 
 def _mixed(candidates: Tensor, q: Tensor, on: Tensor, repeats: Continuations, k: int) -> tuple[Tensor, Tensor]:
-    """Candidates [R, M + C] and probabilities [R, W, M + C] with the continuations' next tokens mixed in.
+    """Candidates [R, W or 1, M + C] and probabilities [R, W, M + C] with the continuations' next tokens mixed in.
 
     on [R, W, C]: the node's path is the continuation's beginning. Better continuations come first and take their share
     of what is left.
@@ -139,10 +149,11 @@ def _mixed(candidates: Tensor, q: Tensor, on: Tensor, repeats: Continuations, k:
     weight = live * rates[:, None]
     left = torch.cat((torch.ones_like(weight[..., :1]), (1 - weight).cumprod(-1)), dim=-1)
     share = weight * left[..., :-1]
-    hit = following[:, :, None] == candidates[:, None, :]  # [R, C, M]
-    q = q * left[..., -1:] + share @ hit.float()
-    extra = share.masked_fill(hit.any(-1)[:, None], 0.0)
-    return torch.cat((candidates, following.clamp(min=0)), 1), torch.cat((q, extra), -1)
+    hit = following[:, None, :, None] == candidates[:, :, None, :]  # [R, W or 1, C, M]
+    q = q * left[..., -1:] + (share[:, :, None] @ hit.float()).squeeze(2)
+    extra = share.masked_fill(hit.any(-1), 0.0)
+    following = following.clamp(min=0)[:, None].expand(-1, candidates.shape[1], -1)
+    return torch.cat((candidates, following), -1), torch.cat((q, extra), -1)
 
 
 def _rates(matched: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from drafters.dspark.network import DraftNetwork
 from drafters.suffix import continuations
 from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
-from drafters.tree_growth import Children, Confidence, grow
+from drafters.tree_growth import Carry, Children, Confidence, grow
 from verify_kernels import ops
 from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
 from verify_kernels.rope import cos_sin_table
@@ -202,31 +202,28 @@ class BlockDrafter:
             rows = ops.embedding(ids.flatten(), network.markov.w2).view(*ids.shape, -1).float()
         temperature = torch.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
 
-        def children(
-            k: int, tokens: Tensor, carry: Tensor | None
-        ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-            z, sure, carry = self._head(k, hidden[:, k], tokens, carry)
+        def children(k: int, tokens: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor | None, Carry]:
+            z, sure, state = self._head(k, hidden[:, k], tokens, *(carry or (None,)))
             logits = best[:, k, None].expand(-1, tokens.shape[1], -1)
             if z is not None:
                 logits = logits + z.float() @ rows[:, k].transpose(1, 2)
-            return targets[:, k], logits / temperature, sure, carry
+            return targets[:, k, None], logits / temperature, sure, () if state is None else (state,)
 
         return children
 
     def _ranked(self, children: Children, state: BatchState, spec: TreeSpec) -> DraftTree:
         """The TreeSpec's topology: child number i is the parent's i-th best candidate."""
         placed = state.roots[:, None].repeat(1, spec.num_nodes)
-        carries: Tensor | None = None
+        carries: Carry = ()
         sure = torch.ones(placed.shape, device=placed.device)
         for k, (first, last, below) in enumerate(levels(spec)):
             ids, logits, _, carry = children(k, placed[:, first:last], carries)
             best, rank = logits.softmax(-1).topk(max(spec.ranks[c] for c in below) + 1, dim=-1)
             for child in below:
                 at = spec.parents[child] - first
-                placed[:, child] = ids.gather(1, rank[:, at, spec.ranks[child], None]).squeeze(1)
+                placed[:, child] = ids[:, 0].gather(1, rank[:, at, spec.ranks[child], None]).squeeze(1)
                 sure[:, child] = best[:, at, spec.ranks[child]]
-            if carry is not None:
-                carries = torch.stack([carry[:, spec.parents[child] - first] for child in below], 1)
+            carries = tuple(torch.stack([x[:, spec.parents[child] - first] for child in below], 1) for x in carry)
         return DraftTree.from_spec(spec, placed, confidence=sure)
 
     def _sampled(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> DraftTree:

@@ -79,7 +79,7 @@ def load_network(folder: str | Path, target: Any) -> DraftNetwork:
 def load_drafter(folder: str | Path, target: Any, **options: Any) -> Drafter:
     """The drafter of a checkpoint folder, with the confidence temperatures of its calibration.json if there is one.
 
-    options: those of `BlockDrafter`. See `load_network` and `calibration.read` for errors.
+    options: those of `BlockDrafter` or `Eagle3Drafter`. See `load_network` and `calibration.read` for errors.
     """
     network = load_network(folder, target)
     found = calibration.read(folder)
@@ -93,9 +93,9 @@ def load_drafter(folder: str | Path, target: Any, **options: Any) -> Drafter:
         options.setdefault("temperatures", found.temperatures)
     name = f"{network.config.kind}:{Path(folder).resolve().name}"
     if network.config.kind == "eagle3":
-        if options:
-            raise ValueError(f"{next(iter(options))}: not an option of {name}, which drafts chains")
-        return Eagle3Drafter(network, target, name)
+        for option in options.keys() & {"confidence", "stop_below", "temperatures"}:
+            raise ValueError(f"{option}: not an option of {name}, which has no confidence head")
+        return Eagle3Drafter(network, target, name, **options)
     return BlockDrafter(network, target, name, **options)
 
 

@@ -120,13 +120,13 @@ def greedy_chain(net: Net, features: Tensor, anchor: int, count: int, first_slot
     return path[1:]
 
 
-def eagle_chain(net: Net, features: Tensor, tokens: list[int], count: int, ids: Tensor) -> list[int]:
-    """features [s, m d] of tokens 0 .. s - 1; tokens has one more, the anchor. Entry i: (features i, token i + 1)."""
+def eagle_logits(net: Net, features: Tensor, tokens: list[int], path: list[int]) -> Tensor:
+    """Logits over the draft vocabulary after the drafts `path`. features [s, m d] of tokens 0 .. s - 1; tokens has one
+    more, the anchor. Entry i: (features i, token i + 1); behind the anchor (own hidden state, draft)."""
     w, p, a = net.w, "layers.0.", "layers.0.self_attn."
     g_in = list(features.double() @ w["fc.weight"].T)
     following = list(tokens[1:])
-    out: list[int] = []
-    while len(out) < count:
+    for token in [*path, None]:
         n = len(g_in)
         g = torch.stack(g_in)
         e = w["embed_tokens.weight"][following]
@@ -141,8 +141,14 @@ def eagle_chain(net: Net, features: Tensor, tokens: list[int], count: int, ids: 
         q, k = rotate(q, at, net.theta), rotate(k, at, net.theta)
         y = g + attend(net, q, k, v, at[:, None] >= at) @ w[a + "o_proj.weight"].T
         y = y + mlp(net, p, rms(y, w[p + "post_attention_layernorm.weight"], net.eps))
-        logits = rms(y[-1], w["norm.weight"], net.eps) @ w["lm_head.weight"].T
-        out.append(int(ids[logits.argmax()]))
-        g_in.append(y[-1])
-        following.append(out[-1])
+        if token is not None:
+            g_in.append(y[-1])
+            following.append(token)
+    return rms(y[-1], w["norm.weight"], net.eps) @ w["lm_head.weight"].T
+
+
+def eagle_chain(net: Net, features: Tensor, tokens: list[int], count: int, ids: Tensor) -> list[int]:
+    out: list[int] = []
+    while len(out) < count:
+        out.append(int(ids[eagle_logits(net, features, tokens, out).argmax()]))
     return out

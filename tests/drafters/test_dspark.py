@@ -385,10 +385,9 @@ def test_sampled_trees_carry_the_law_of_their_draws(name: str, tmp_path: Path) -
 def test_proposing_and_observing_read_nothing_back(name: str, spec: TreeSpec, sample: bool, tmp_path: Path) -> None:
     case, model = make(name), target()
     drafter = loaded(case, tmp_path, model)
-    if isinstance(drafter, Eagle3Drafter):
-        spec = TreeSpec.chain(4)
-    else:
-        drafter.suffix, drafter.confidence = 2, "match"
+    drafter.suffix = 2
+    if not isinstance(drafter, Eagle3Drafter):
+        drafter.confidence = "match"
     state = one_request(model, drafter, list(range(1, 20)), rows=2)
     features = torch.randn(2, 3, 3 * H)
     kept = torch.tensor([1, 3])
@@ -418,7 +417,8 @@ def test_greedy_output_equals_plain_decoding(options: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("name, spec, method", [
     ("deepspec", TreeSpec.chain(2), "standard"), ("deepspec", TreeSpec.chain(2), "block"),
     ("deepspec", TreeSpec((-1, 0, 0, 1)), "tree"), ("deepspec", TreeSpec((-1, 0, 0, 1)), "node"),
-    ("deepspec eagle3", TreeSpec.chain(2), "standard"),
+    ("deepspec eagle3", TreeSpec.chain(2), "standard"), ("deepspec eagle3", TreeSpec((-1, 0, 0, 1)), "tree"),
+    ("deepspec eagle3", TreeSpec((-1, 0, 0, 1)), "node"),
 ])  # fmt: skip
 def test_sampled_output_has_the_targets_law(name: str, spec: TreeSpec, method: str, tmp_path: Path) -> None:
     """The first two tokens after a prompt against exact enumeration with top_k 3: 9 outcomes."""

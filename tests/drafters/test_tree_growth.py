@@ -23,13 +23,16 @@ def model(seed: int, rows: int, recurrent: bool = False):
     sure = torch.rand(rows, DEPTH, V, generator=torch.Generator().manual_seed(seed + 1))
     order = torch.stack([torch.randperm(V, generator=torch.Generator().manual_seed(seed + i)) for i in range(rows)])
 
-    def children(k: int, tokens: Tensor, carry: Tensor | None):
+    def children(k: int, tokens: Tensor, carry: tuple[Tensor, ...]):
         r = torch.arange(rows)[:, None]
         logits = table[r, k, tokens]
         if recurrent:  # the sum of the path's tokens shifts the law
-            carry = tokens[..., None].float() + (0 if carry is None else carry)
-            logits = logits + carry * torch.arange(V) * 0.3
-        return order, logits.gather(2, order[:, None].expand(-1, tokens.shape[1], -1)), sure[r, k, tokens], carry
+            carry = (tokens[..., None].float() + (carry[0] if carry else 0),)
+            logits = logits + carry[0] * torch.arange(V) * 0.3
+        ids = order[:, None]
+        if recurrent:  # every parent in its own order
+            ids = torch.stack([order.roll(i, 1) for i in range(tokens.shape[1])], 1)
+        return ids, logits.gather(2, ids.expand(-1, tokens.shape[1], -1)), sure[r, k, tokens], carry
 
     def law(row: int, path: tuple[int, ...]) -> Tensor:
         k = len(path) - 1
@@ -93,6 +96,33 @@ def test_no_tree_of_the_size_has_more_by_enumeration_of_trees() -> None:
     assert sum(every[p] for p in paths(tree, 0)[1:]) == pytest.approx(max(sums), rel=1e-5)
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [5, 12, 30])
+def test_a_narrow_tree_is_the_best_of_what_it_looked_at(nodes: int, width: int, recurrent: bool) -> None:
+    """Level by level the best `width` nodes have children; the tree is the best of these, each with its parent."""
+    rows = 3
+    children, law, _ = model(nodes, rows, recurrent)
+    asked: list[int] = []
+
+    def watched(k: int, tokens: Tensor, carry: tuple[Tensor, ...]):
+        asked.append(tokens.shape[1])
+        return children(k, tokens, carry)
+
+    tree = grow(torch.tensor([0, 1, 2]), watched, DEPTH, nodes, torch.tensor([9, 9, 2]), width=width)
+    assert asked == [1, *[min(width, V ** (k + 1), nodes - 1) for k in range(DEPTH - 1)]]
+    for row in range(rows):
+        looked, frontier = {(row,): 1.0}, [(row,)]
+        for _ in range(DEPTH if row < 2 else 2):
+            level = {(*path, x): looked[path] * float(law(row, path)[x]) for path in frontier for x in range(V)}
+            frontier = sorted(level, key=level.get, reverse=True)[:width]
+            looked |= level
+        best = sorted(looked.values(), reverse=True)[:nodes]
+        got = paths(tree, row)
+        assert set(got) <= set(looked) and len(got) == min(nodes, len(looked))
+        assert math.fsum(looked[p] for p in got) == pytest.approx(math.fsum(best), rel=1e-5)
+
+
 def test_a_chain_takes_the_best_token_each_time() -> None:
     children, law, _ = model(3, 3, recurrent=True)
     tree = grow(torch.tensor([0, 1, 2]), children, DEPTH, DEPTH + 1, torch.tensor([9, 1, 0]), chain=True)
@@ -134,8 +164,8 @@ def test_equal_scores_keep_parents_before_children() -> None:
     """A law that is certain gives a child its parent's own score."""
     certain = torch.tensor([0.0, -200.0, -200.0])
 
-    def children(k: int, tokens: Tensor, carry: Tensor | None):
-        return torch.arange(V)[None], certain.expand(1, tokens.shape[1], V), None, None
+    def children(k: int, tokens: Tensor, carry: tuple[Tensor, ...]):
+        return torch.arange(V)[None, None], certain.expand(1, tokens.shape[1], V), None, ()
 
     for nodes in range(2, 6):
         paths(grow(torch.tensor([0]), children, DEPTH, nodes, torch.tensor([9])), 0)
@@ -166,7 +196,7 @@ def test_repeats_enter_the_same_tree_as_children() -> None:
     known, law, _ = model(5, 1)
     vocab = 6
 
-    def children(k: int, tokens: Tensor, carry: Tensor | None):
+    def children(k: int, tokens: Tensor, carry: tuple[Tensor, ...]):
         return known(k, torch.where(tokens < V, tokens, 0), carry)
 
     repeats = [([4, 5, 1], 3), ([4, 2], 2), ([1, 1, 5], 1), ([4, 5, 0], 1)]
