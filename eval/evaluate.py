@@ -110,9 +110,10 @@ def budget(nodes: int, depth: int) -> TreeSpec:
 def shapes(config: EvalConfig, drafter: Any) -> list[Shape]:
     """Every shape to evaluate. Raises ConfigError for a tree that the drafter does not grow."""
     from drafters.dspark.drafter import BlockDrafter
+    from drafters.dspark.eagle3 import Eagle3Drafter
 
-    grows = isinstance(drafter, BlockDrafter)
-    depth = drafter.max_depth if grows else min(DRAFTS, drafter.max_depth)
+    grows = isinstance(drafter, (BlockDrafter, Eagle3Drafter))
+    depth = drafter.max_depth if isinstance(drafter, BlockDrafter) else min(DRAFTS, drafter.max_depth)
     trees = [t for t in config.trees if t != "chain"]
     if trees and not grows:
         if "trees" in config.model_fields_set:
@@ -278,7 +279,7 @@ def measure(
     options = dict(max_num_requests=config.num_requests, max_model_len=room, cuda_graph=cuda_graph)
     engine = hybrid = Engine(model, drafter, **options)
     if config.hybrid:
-        hybrid = Engine(model, BlockDrafter(drafter.network, model, drafter.name, suffix=MATCHES), **options)
+        hybrid = Engine(model, type(drafter)(drafter.network, model, drafter.name, suffix=MATCHES), **options)
 
     timed = {s: ids[s][: config.speed] for s in suites}
     runs = len(config.temperature) * len(lines)

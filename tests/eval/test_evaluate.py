@@ -29,7 +29,7 @@ from eval.evaluate import (
 from eval.evaluate_report import plot, tables
 from dspark_runtime.prompts import DEFAULT, PromptSet, load_prompts
 from eval.schema import EvalConfig, EvalRow
-from tests.drafters.dspark_cases import DEEPSPEC, V, block_tensors, target, write
+from tests.drafters.dspark_cases import DEEPSPEC, V, block_tensors, eagle_tensors, target, write
 from tests.drafters.scripted_cases import PROMPT, STREAM, logits, right_for
 from tests.drafters.scripted_cases import V as SCRIPTED_V
 
@@ -179,6 +179,20 @@ def test_every_shape_and_temperature_has_a_row(pair: tuple[SimpleNamespace, Path
     assert titles == ["Acceptance and speed", "Acceptance by position", "Confidence"]
     plot(found, tmp_path / "eval.png")
     assert (tmp_path / "eval.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_eagle3_is_evaluated_as_chain_and_as_grown_trees(tmp_path: Path) -> None:
+    config = DEEPSPEC | dict(architectures=["Qwen3Eagle3Model"], num_hidden_layers=1)
+    folder = write(tmp_path, config, eagle_tensors(3))
+    where = SimpleNamespace(model=target(), tokenizer=Letters(), name="random")
+    asked = EvalConfig(drafter=str(folder), trees="chain,12", hybrid=True, max_tokens=12, speed=0)
+    found = measure(asked, [Q], None, where, load_drafter(folder, where.model), lambda *_: None)
+    assert [(r.temperature, r.shape) for r in found.rows] == [
+        (t, shape) for t in (0.0, 1.0) for shape in ("chain", "tree-12", "hybrid-12")
+    ]
+    for r in found.rows:
+        assert r.num_speculative_tokens == (7 if r.shape == "chain" else 11) and r.ece_before is None
+        assert len(r.spec_decode_per_position_acceptance_rates) == 7 and r.tokens >= 36
 
 
 def test_shapes_grow_and_draw_what_they_say(pair: tuple[SimpleNamespace, Path]) -> None:
