@@ -411,13 +411,22 @@ def measure(
         raise ConfigError(next(p.error for p in points if p.error))
 
     rounds = config.warmup + config.repeats
-    for i in range(rounds):
-        for j, point in enumerate(runnable):
-            what = "warm-up" if i < config.warmup else f"repeat {i - config.warmup + 1}/{config.repeats}"
-            progress(f"{what}, b={point.num_requests}", i * len(runnable) + j, rounds * len(runnable))
-            repeat = run_once(engine, point, prompts.of(i, point.num_requests), config, i)
-            if i >= config.warmup:
-                point.repeats.append(repeat)
+    repeats = config.repeats
+    try:
+        for i in range(rounds):
+            for j, point in enumerate(runnable):
+                what = "warm-up" if i < config.warmup else f"repeat {i - config.warmup + 1}/{config.repeats}"
+                progress(f"{what}, b={point.num_requests}", i * len(runnable) + j, rounds * len(runnable))
+                repeat = run_once(engine, point, prompts.of(i, point.num_requests), config, i)
+                if i >= config.warmup:
+                    point.repeats.append(repeat)
+    except KeyboardInterrupt:
+        # What every line has measured by now is still a table.
+        repeats = min((len(p.repeats) for p in runnable), default=0)
+        if not repeats:
+            raise
+        for point in runnable:
+            del point.repeats[repeats:]
     progress("done", 1, 1)
 
     cost = floor.model_cost(model, engine.cache.bytes_per_token)
@@ -434,7 +443,7 @@ def measure(
         row = row.model_copy(
             update=acceptance_numbers(point.repeats, point.spec.depth)
             | time_numbers(point.repeats, point.num_requests)
-            | dict(repeats=config.repeats, num_prompts=prompts.distinct(point.num_requests, config.repeats))
+            | dict(repeats=repeats, num_prompts=prompts.distinct(point.num_requests, repeats))
         )
         rows[-1] = row
         if point.plain:
@@ -448,6 +457,7 @@ def measure(
 
     return Run(
         command=command,
+        interrupted=repeats < config.repeats,
         synthetic=any(row.synthetic for row in rows),
         environment=Environment(
             **environment(

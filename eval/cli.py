@@ -202,6 +202,8 @@ def bench(
             raise DsparkError(f"json: {json_file}: {error.strerror}") from None
     if plot_file is not None:
         report.plot(run, plot_file)
+    if run.interrupted:
+        raise typer.Exit(130)
     wrong = [row for row in run.results if row.ran and row.error]
     for row in wrong:
         print(f"dspark: ERROR: {report.name(row)}, b={row.num_requests}: {row.error}", file=sys.stderr)

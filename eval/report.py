@@ -135,6 +135,9 @@ def notes(run: Run) -> list[str]:
             text = getattr(r, kind)
             if text and not text.startswith("unsteady"):
                 lines.append(f"{kind.upper() if r.ran else 'NOT RUN'}: {name(r)}, b={r.num_requests}: {text}")
+    if run.interrupted:
+        done = max(r.repeats for r in run.results)
+        lines.append(f"WARNING: stopped by hand after {done} of {run.config.repeats} repeats of every line")
     unsteady = [r for r in run.results if r.warning and r.warning.startswith("unsteady")]
     if unsteady:
         lines.append(

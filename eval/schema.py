@@ -444,10 +444,11 @@ class EvalRow(Strict):
 
 
 class Run(Strict):
-    """What `dspark bench --json` writes and `dspark compare` reads."""
+    """What `dspark bench --json` writes and `dspark compare` reads. interrupted: stopped by hand before its last repeat."""
 
     schema_version: int = SCHEMA_VERSION
     command: str
+    interrupted: bool = False
     synthetic: bool
     environment: Environment
     seed: int

@@ -12,10 +12,11 @@ from drafters.tree import TreeSpec
 from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.records import StepRecord
 from dspark_runtime.synthetic import SyntheticLaw
+from eval import report
 from eval.bench import Point, Repeat, acceptance_numbers, bench, finish_row, plan, sampling_error, time_numbers
 from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
 from dspark_runtime.prompts import encode, load_prompts, random_ids
-from eval.schema import bench_config
+from eval.schema import Run, bench_config
 from tests.eval.rows import row
 
 
@@ -235,6 +236,34 @@ def test_a_model_of_stated_shape_with_random_weights(monkeypatch: pytest.MonkeyP
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
     context = plain.floor_ms * 1e6 - weights
     assert 2 * 23 * kv <= context <= 2 * (24 + 20) * kv
+
+
+@pytest.mark.parametrize("whole", [0, 1, 2])
+def test_a_run_stopped_by_hand_keeps_its_whole_repeats(whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.floor.measure_ceilings", lambda device, dtype: Ceilings(1.0, 1000.0, "fixed"))
+    config = bench_config(
+        dict(
+            target="tiny", weights="dummy", dtype="float32", device="cpu", context_len=8, num_speculative_tokens=2,
+            acceptance_length=2, max_tokens=6, repeats=3, warmup=1,
+        )
+    )  # fmt: skip
+    calls = 0
+
+    def until(text: str, done: int, total: int) -> None:
+        nonlocal calls
+        if text.startswith("repeat"):
+            calls += 1
+            if calls == 2 * whole + 2:  # in the second of two lines
+                raise KeyboardInterrupt
+
+    if not whole:
+        with pytest.raises(KeyboardInterrupt):
+            bench(config, progress=until)
+        return
+    run = bench(config, progress=until)
+    assert run.interrupted and [r.repeats for r in run.results] == [whole, whole]
+    assert f"stopped by hand after {whole} of 3 repeats" in report.render(run, "md")
+    assert Run.model_validate_json(report.render(run, "json")).interrupted
 
 
 # ------------------------------------------------------------------------------------------------------- floor
