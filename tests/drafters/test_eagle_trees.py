@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,32 @@ from tests.drafters.test_tree_growth import paths
 TOKENS = list(range(1, 20))
 TREE = TreeSpec((-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
 DIALECTS = ["deepspec eagle3", "eagle3"]  # the second has a vocabulary of 30 of 48
-Path_ = tuple[int, ...]
+Drafted = tuple[int, ...]
 
 
-def law_of(case: Case, model: Any, tokens: list[int], temperature: float = 1.0) -> Callable[[Path_], Tensor]:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices of 16 columns: a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def law_of(case: Case, model: Any, tokens: list[int], temperature: float = 1.0) -> Callable[[Drafted], Tensor]:
     """law(path) -> probabilities [V] of the token after the anchor and the drafts `path`, float64."""
     outputs = layer_outputs(model, tokens)
     features = torch.cat([outputs[i] for i in case.taps], -1)[:-1]
 
     @cache
-    def law(path: Path_) -> Tensor:
+    def law(path: Drafted) -> Tensor:
         logits = reference.eagle_logits(case.net, features, tokens, list(path)) / temperature
         return torch.zeros(V, dtype=torch.float64).index_add(0, case.ids, logits.softmax(0))
 
     return law
 
 
-def looked_at(law: Callable[[Path_], Tensor], depth: int, width: int) -> dict[Path_, float]:
+def looked_at(law: Callable[[Drafted], Tensor], depth: int, width: int) -> dict[Drafted, float]:
     """Probability of every path below the best `width` nodes of each level."""
     found, frontier = {(): 1.0}, [()]
     for _ in range(depth):
@@ -50,7 +59,7 @@ def looked_at(law: Callable[[Path_], Tensor], depth: int, width: int) -> dict[Pa
     return found
 
 
-def drafts(tree: DraftTree, row: int = 0) -> list[Path_]:
+def drafts(tree: DraftTree, row: int = 0) -> list[Drafted]:
     """Every node's path below the root."""
     return [path[1:] for path in paths(tree, row)]
 
@@ -75,7 +84,7 @@ def test_a_grown_tree_is_the_best_of_its_size(name: str, nodes: int, depth: int,
     assert math.fsum(every[p] for p in got) == pytest.approx(math.fsum(best), rel=1e-4)
     for i, path in enumerate(got[1:], start=1):
         assert float(tree.confidence[0, i]) == pytest.approx(float(law(path[:-1])[path[-1]]), rel=2e-3)
-    if nodes <= 9:
+    if nodes <= 9 and len(case.ids) < V:  # 931 paths to look at, and not 2353
         whole = sorted(looked_at(law, depth, 10**6).values(), reverse=True)[:nodes]
         assert math.fsum(best) == pytest.approx(math.fsum(whole))
 
