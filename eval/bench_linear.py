@@ -58,7 +58,15 @@ EPILOGUES: tuple[dict[str, bool], ...] = (
     {"residual": True},
     {"bias": True, "residual": True},
     {"swiglu": True},
+    {"rms_in": True},
+    {"rms_in": True, "swiglu": True},
+    {"residual": True, "rms_out": True},
 )
+FUSED = {"qkv": {"rms_in": True}, "o": EPILOGUES[-1], "gate_up": EPILOGUES[-2], "down": EPILOGUES[-1]}
+"""A layer's matrices with its norms, residual adds and activation inside."""
+
+FUSED_CONFIGS = ("m128", "m128 half", "m64 half")
+EPS = 1e-6
 
 
 def variant(config: str, tokens: int, **epilogue: bool) -> LinearVariant:
@@ -70,6 +78,7 @@ def variant(config: str, tokens: int, **epilogue: bool) -> LinearVariant:
 def variants() -> list[LinearVariant]:
     found = [variant(config, t) for config in CONFIGS for t in TOKENS]
     found += [variant("m128", t, **epilogue) for epilogue in EPILOGUES for t in TOKENS]
+    found += [variant(config, t, **epilogue) for config in FUSED_CONFIGS for epilogue in EPILOGUES[-3:] for t in TOKENS]
     return list(dict.fromkeys(found))
 
 
@@ -87,6 +96,7 @@ def jobs(cases: int) -> list[dict[str, Any]]:
         for s, (c, t, e) in enumerate(first)
     ]
     found += [{"job": "chain", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS]
+    found += [{"job": "layer", "config": c, "tokens": t} for t in TOKENS for c in ("torch", *FUSED_CONFIGS)]
     found += [
         {"job": "matrix", "config": c, "tokens": t, "matrix": m}
         for m in (*LAYER, "head")
@@ -181,7 +191,7 @@ class Bench:
 
     def case(self, v: LinearVariant, seed: int) -> dict[str, Any]:
         """One random product against float32."""
-        from verify_kernels.cute.linear.run import linear
+        from verify_kernels.cute.linear.run import linear, rows_after
 
         torch = self.torch
         rng = random.Random(seed)
@@ -215,7 +225,11 @@ class Bench:
         w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if v.bias else None
         residual = torch.randn(t, n, device="cuda", dtype=torch.bfloat16) if v.residual else None
+        squares = torch.rand(rng.randint(1, 70), t, device="cuda") * k / 30 if v.rms_in else None
+        norm = torch.randn(n, device="cuda", dtype=torch.bfloat16) if v.rms_out else None
         want = x.float() @ w.float().T
+        if v.rms_in:
+            want *= torch.rsqrt(squares.sum(0) / k + EPS)[:, None]
         if v.swiglu:
             gate, up = want.view(t, n // 16, 2, 8).unbind(2)
             want = (torch.nn.functional.silu(gate) * up).reshape(t, n // 2)
@@ -227,8 +241,20 @@ class Bench:
         for slack in (SLACK, 0.0, SLACK):
             around = torch.full((t + 2, width + 3), float("nan"), device="cuda", dtype=torch.bfloat16)
             out = around[1:-1, 1 : width + 1]
-            linear(self.kernel(v), v, x, w, out, bias, residual, self.schedule(v, n, k, slack))
+            after = rows_after(v, out) if v.rms_out else None
+            for part in after or ():
+                part.fill_(float("nan"))
+            linear(
+                self.kernel(v), v, x, w, out, bias, residual, squares, EPS, norm, after, self.schedule(v, n, k, slack)
+            )
             outs.append(out.clone())
+            if after is not None:
+                values = out.float() * norm.float()
+                total = out.float().square().sum(1)
+                if not torch.equal(after.values, values.to(out.dtype)):
+                    return {"seed": seed, "shape": [t, n, k], "error": float("inf"), "why": "rows of the norm after"}
+                if not torch.allclose(after.squares.sum(0), total, rtol=1e-4):
+                    return {"seed": seed, "shape": [t, n, k], "error": float("inf"), "why": "squares of the norm after"}
             out.fill_(float("nan"))
             if not around.isnan().all():
                 return {"seed": seed, "shape": [t, n, k], "error": float("inf"), "why": "wrote outside the output"}
@@ -301,6 +327,62 @@ class Bench:
         size = sum(2 * rows * k for rows, k in LAYER.values())
         bits = int(outs[-1]["down"].view(torch.int16).long().mul_(torch.arange(1, 4097, device="cuda")).sum())
         return {"us": us, "tbps": size / us / 1e6, "off": off, "bits": bits}
+
+    def layer(self, config: str, tokens: int) -> dict[str, Any]:
+        """The layers without attention: norms, residual adds and activation inside the products, or as torch has them."""
+        torch = self.torch
+        torch.manual_seed(1)
+        stream = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
+        weight = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+        ends: list[Any] = []
+
+        def norm(x: Any) -> Any:
+            return torch.nn.functional.rms_norm(x, (4096,), weight, EPS)
+
+        def plain() -> None:
+            h = stream
+            for w in self.layers:
+                h = torch.addmm(h, (norm(h) @ w["qkv"].T)[:, :4096], w["o"].T)
+                # Gate and up lie interleaved in the fused product; here the halves stand for them.
+                gate, up = (norm(h) @ w["gate_up"].T).unflatten(1, (-1, 2, 8)).unbind(2)
+                h = torch.addmm(h, (torch.nn.functional.silu(gate) * up).flatten(1), w["down"].T)
+            ends[:] = [h]
+
+        if config == "torch":
+            us = self.time(plain) / LAYERS
+            return {"us": us, "tbps": sum(2 * rows * k for rows, k in LAYER.values()) / us / 1e6}
+        from verify_kernels.cute.linear.run import Rows, linear, rows_after
+
+        chosen = {m: variant(config, tokens, **epilogue) for m, epilogue in FUSED.items()}
+        loaded = {m: self.kernel(v) for m, v in chosen.items()}
+        start = Rows(stream * weight, stream.float().square().sum(1)[None])
+        room = [
+            {
+                m: torch.empty(tokens, s[0] // (2 if m == "gate_up" else 1), device="cuda", dtype=torch.bfloat16)
+                for m, s in LAYER.items()
+            }
+            for _ in range(LAYERS)
+        ]
+        after = [{m: rows_after(chosen[m], out[m]) for m in ("o", "down")} for out in room]
+
+        def fused() -> None:
+            h, rows = stream, start
+            for w, out, then in zip(self.layers, room, after, strict=True):
+                for m in LAYER:
+                    v, schedule = chosen[m], self.schedule(chosen[m], *w[m].shape, SLACK)
+                    if v.rms_in:
+                        linear(loaded[m], v, rows.values, w[m], out[m], None, None, rows.squares, EPS, schedule=schedule)
+                    else:
+                        x = out["qkv"][:, :4096] if m == "o" else out["gate_up"]
+                        linear(loaded[m], v, x, w[m], out[m], None, h, None, 0.0, weight, then[m], schedule)
+                        h, rows = out[m], then[m]
+            ends[:] = [h]
+
+        us = self.time(fused) / LAYERS
+        got = ends[0].float()
+        plain()
+        off = ((got - ends[0].float()).norm() / ends[0].float().norm()).item()
+        return {"us": us, "off": off, "tbps": sum(2 * rows * k for rows, k in LAYER.values()) / us / 1e6}
 
     def matrix(self, config: str, tokens: int, matrix: str) -> dict[str, Any]:
         """One matrix alone, distinct copies back to back."""
@@ -510,7 +592,9 @@ def summary(results: list[dict[str, Any]]) -> str:
         if r["job"] == "read" and "tbps" in r
     ]
     kinds = dict.fromkeys(
-        (r["job"], r.get("matrix", ""), r.get("slack", "")) for r in results if r["job"] in ("chain", "matrix")
+        (r["job"], r.get("matrix", ""), r.get("slack", ""))
+        for r in results
+        if r["job"] in ("chain", "layer", "matrix")
     )
     for job, matrix, slack in kinds:
         rows = {

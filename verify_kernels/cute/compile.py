@@ -107,7 +107,8 @@ class LinearVariant:
     """Constants of the small-T linear; see `linear.kernel.Linear`.
 
     tokens: columns of the product, 8, 16, 32 or 64, of which a call may use fewer; rows, tile_k: the tile of weights
-    that a stage holds; early: dependents may launch from the start on, not from the last read of weights on.
+    that a stage holds; rms_in, rms_out: the norm before and the norm after; early: dependents may launch from the start
+    on, not from the last read of weights on.
     """
 
     dtype: str
@@ -118,12 +119,14 @@ class LinearVariant:
     bias: bool = False
     residual: bool = False
     swiglu: bool = False
+    rms_in: bool = False
+    rms_out: bool = False
     pdl: bool = True
     early: bool = False
 
     @property
     def name(self) -> str:
-        flags = {"bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "early": self.early, "nopdl": not self.pdl}
+        flags = {"bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "rmsin": self.rms_in, "rmsout": self.rms_out, "early": self.early, "nopdl": not self.pdl}
         ends = "".join(f"_{name}" for name, on in flags.items() if on)
         return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
 
@@ -257,6 +260,11 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
             fake(i32, size()),
             fake(dtype, rows) if variant.bias else None,
             matrix(tokens, rows, align=1) if variant.residual else None,
+            fake(f32, size(), tokens) if variant.rms_in else None,
+            f32(0.0),
+            fake(dtype, rows) if variant.rms_out else None,
+            matrix(tokens, rows, align=1) if variant.rms_out else None,
+            fake(f32, size(), tokens) if variant.rms_out else None,
             i32(1),
             i32(1),
             stream,

@@ -6,6 +6,10 @@ multiplies 64 rows of a tile. The grid walks the line of tiles in equal stretche
 several CTAs share are summed in float32 through L2, in the order of k whoever comes last, so results do not change from
 run to run.
 
+RMSNorm takes no kernel of its own. The kernel that writes the residual stream h (`rms_out`) also writes h times the next
+norm's weight, and what each 64 columns add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies its sums by
+1 / rms, which a spare warp makes of those while the weights stream.
+
 Launched with programmatic dependent launch, the producer fills the ring with weights, which no kernel writes, before it
 waits for x. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
 """
@@ -39,6 +43,8 @@ class Linear:
         bias: bool,
         residual: bool,
         swiglu: bool,
+        rms_in: bool,
+        rms_out: bool,
         pdl: bool,
         early: bool,
     ) -> None:
@@ -50,6 +56,9 @@ class Linear:
             raise ValueError(f"linear: tile_k is {tile_k}, allowed: 64, 128")
         if swiglu and (bias or residual):
             raise ValueError("linear: found swiglu with bias or residual, allowed: swiglu alone")
+        if rms_out and not residual:
+            raise ValueError("linear: found rms_out without residual, allowed: with it")
+        self.rms_in, self.rms_out = rms_in, rms_out
         self.dtype, self.tokens, self.rows, self.tile_k, self.stages = dtype, tokens, rows, tile_k, stages
         self.bias, self.residual, self.swiglu, self.pdl, self.early = bias, residual, swiglu, pdl, early
         self.groups = rows // 64  # warpgroups
@@ -69,6 +78,11 @@ class Linear:
         counters: cute.Tensor,  # [units * groups] int32, zero before and after
         bias: cute.Tensor | None,  # [N]
         residual: cute.Tensor | None,  # [T, N]
+        squares: cute.Tensor | None,  # [P, T] float32, to be added up over P: of the rows that x is made of
+        eps: Float32,
+        norm: cute.Tensor | None,  # [N], weight of the norm after this product
+        scaled: cute.Tensor | None,  # [T, N], y * norm
+        squares_out: cute.Tensor | None,  # [row tiles * groups, T] float32
         units: Int32,
         share: Int32,
         stream: Any,
@@ -89,10 +103,11 @@ class Linear:
             self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, self.tokens)
         )
         self.kernel(
-            w_atom, w_tma, x_atom, x_tma, w, y, partial, counters, bias, residual, share, w_layout, x_layout, mma
+            w_atom, w_tma, x_atom, x_tma, w, y, partial, counters, bias, residual, squares, eps, norm, scaled, squares_out,
+            share, w_layout, x_layout, mma,
         ).launch(
             grid=[units, 1, 1],
-            block=[self.groups * WARPGROUP + 32, 1, 1],
+            block=[self.groups * WARPGROUP + (64 if self.rms_in else 32), 1, 1],
             stream=stream,
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=100,
@@ -118,6 +133,11 @@ class Linear:
         counters: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        squares: cute.Tensor | None,
+        eps: Float32,
+        norm: cute.Tensor | None,
+        scaled: cute.Tensor | None,
+        squares_out: cute.Tensor | None,
         share: Int32,
         w_layout: cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
@@ -128,8 +148,11 @@ class Linear:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
         smem = cutlass.memory.SmemAllocator()
-        full = smem.allocate_array(Int64, 2 * self.stages)
+        full = smem.allocate_array(Int64, 2 * self.stages + 1)
         empty = full + self.stages
+        ready = empty + self.stages
+        rms = smem.allocate_tensor(Float32, cute.make_layout(self.tokens), 16)
+        warp_squares = smem.allocate_tensor(Float32, cute.make_layout((self.tokens, 4, self.groups)), 16)
         arrived = smem.allocate_tensor(Int32, cute.make_layout(self.groups), 16)
         s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, 1024, x_layout.inner)
@@ -139,6 +162,7 @@ class Linear:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + s, 1)
                     cute.arch.mbarrier_init(empty + s, 4 * self.groups)
+                cute.arch.mbarrier_init(ready, 1)
             cpasync.prefetch_descriptor(w_atom)
             cpasync.prefetch_descriptor(x_atom)
         cute.arch.mbarrier_init_fence()
@@ -151,11 +175,36 @@ class Linear:
             cute.arch.griddepcontrol_launch_dependents()
         if warp == 4 * self.groups:
             self.produce(w_atom, w_tma, x_atom, x_tma, s_w, s_x, full, empty, begin, end, k_tiles)
-        else:
+        elif warp < 4 * self.groups:
             self.consume(
-                mma, s_w, s_x, full, empty, arrived, w, y, partial, counters, bias, residual, unit, share, begin, end,
-                k_tiles, thread,
+                mma, s_w, s_x, full, empty, arrived, w, y, partial, counters, bias, residual, ready, rms, norm, scaled,
+                squares_out, warp_squares, unit, share, begin, end, k_tiles, thread,
             )
+        elif const_expr(self.rms_in):
+            self.inverse_rms(squares, eps, w.shape[1], rms, ready)
+
+    @cute.jit
+    def inverse_rms(
+        self, squares: cute.Tensor, eps: Float32, width: Int32, rms: cute.Tensor, ready: cute.Pointer
+    ) -> None:
+        """One warp: 1 / rms of every token, from sums that are added in a fixed order."""
+        lane = cute.arch.lane_idx()
+        side = min(self.tokens, 32)  # tokens side by side; the lanes left over share the sums of each
+        slices = 32 // side
+        cute.arch.griddepcontrol_wait()
+        for turn in cutlass.range_constexpr(self.tokens // side):
+            t = turn * side + lane % side
+            total = Float32(0.0)
+            if t < squares.shape[1]:
+                for p in cutlass.range(lane // side, squares.shape[0], slices, unroll=8):
+                    total += squares[p, t]
+            for i in cutlass.range_constexpr(slices.bit_length() - 1):
+                total += cute.arch.shuffle_sync_bfly(total, offset=side << i)
+            if lane < side:
+                rms[t] = cute.math.rsqrt(total / width.to(Float32) + eps, fastmath=True)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ready)
 
     @cute.jit
     def produce(
@@ -248,6 +297,12 @@ class Linear:
         counters: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        ready: cute.Pointer,
+        rms: cute.Tensor,
+        norm: cute.Tensor | None,
+        scaled: cute.Tensor | None,
+        squares_out: cute.Tensor | None,
+        warp_squares: cute.Tensor,
         unit: Int32,
         share: Int32,
         begin: Int32,
@@ -289,7 +344,11 @@ class Linear:
             if last - first < k_tiles:
                 finish = self.share_sums(acc, arrived, partial, counters, unit, share, n, first, k_tiles, group, local)
             if finish:
-                self.store(acc, y, bias, residual, w.shape[0], n, group, local)
+                if const_expr(self.rms_in):
+                    cute.arch.mbarrier_wait(ready, 0)
+                self.store(
+                    acc, y, bias, residual, rms, norm, scaled, squares_out, warp_squares, w.shape[0], n, group, local
+                )
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
@@ -354,6 +413,11 @@ class Linear:
         y: cute.Tensor,
         bias: cute.Tensor | None,
         residual: cute.Tensor | None,
+        rms: cute.Tensor,
+        norm: cute.Tensor | None,
+        scaled: cute.Tensor | None,
+        squares_out: cute.Tensor | None,
+        warp_squares: cute.Tensor,
         columns: Int32,
         n: Int32,
         group: Int32,
@@ -361,14 +425,19 @@ class Linear:
     ) -> None:
         """This thread's sums to y: rows r and r + 8 of the warp's 16 are columns of y, and token pairs its rows."""
         lane = cute.arch.lane_idx()
+        warp = local // 32
         sums = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.tokens // 8)))  # (token, row, 8 tokens)
-        row = n * self.rows + group * 64 + local // 32 * 16
+        row = n * self.rows + group * 64 + warp * 16
+        if const_expr(self.rms_out):  # whoever still reads the row tile before
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
         for b in cutlass.range_constexpr(self.tokens // 8):
             for a in cutlass.range_constexpr(2):
                 t = 8 * b + lane % 4 * 2 + a
+                square = Float32(0.0)
                 if t < y.shape[0]:
+                    scale = rms[t] if const_expr(self.rms_in) else Float32(1.0)
                     if const_expr(self.swiglu):
-                        gate, up = sums[a, 0, b], sums[a, 1, b]
+                        gate, up = sums[a, 0, b] * scale, sums[a, 1, b] * scale
                         if row + lane // 4 < columns:
                             value = gate * up / (1.0 + cute.math.exp2(-gate * LOG2_E, fastmath=True))
                             y[t, row // 2 + lane // 4] = value.to(self.dtype)
@@ -376,9 +445,25 @@ class Linear:
                         for i in cutlass.range_constexpr(2):
                             c = row + lane // 4 + 8 * i
                             if c < columns:
-                                value = sums[a, i, b]
+                                value = sums[a, i, b] * scale
                                 if const_expr(self.bias):
                                     value += bias[c].to(Float32)
                                 if const_expr(self.residual):
                                     value += residual[t, c].to(Float32)
                                 y[t, c] = value.to(self.dtype)
+                                if const_expr(self.rms_out):  # of what the stream holds, as rounded
+                                    kept = value.to(self.dtype).to(Float32)
+                                    scaled[t, c] = (kept * norm[c].to(Float32)).to(self.dtype)
+                                    square += kept * kept
+                if const_expr(self.rms_out):
+                    for i in cutlass.range_constexpr(3):  # the lanes with this token
+                        square += cute.arch.shuffle_sync_bfly(square, offset=4 << i)
+                    if lane < 4:
+                        warp_squares[t, warp, group] = square
+        if const_expr(self.rms_out):
+            cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+            if local < y.shape[0]:
+                total = Float32(0.0)
+                for i in cutlass.range_constexpr(4):
+                    total += warp_squares[local, i, group]
+                squares_out[n * self.groups + group, local] = total

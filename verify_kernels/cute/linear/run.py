@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,22 @@ STAGES = {8: 12, 16: 12, 32: 11, 64: 9}
 """Stages of 128 x 64 weights that fill an SM's shared memory, by tokens."""
 
 
-def choose(
-    dtype: torch.dtype, tokens: int, *, bias: bool = False, residual: bool = False, swiglu: bool = False
-) -> LinearVariant:
-    """The variant for up to `tokens` tokens."""
+class Rows(NamedTuple):
+    """Rows on their way through a norm: values [T, N] is h times the norm's weight, and the sum of squares [P, T]
+    float32 over P is that of h."""
+
+    values: Tensor
+    squares: Tensor
+
+
+def choose(dtype: torch.dtype, tokens: int, **epilogue: bool) -> LinearVariant:
+    """The variant for up to `tokens` tokens. epilogue: bias, residual, swiglu, rms_in, rms_out."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"linear: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
     if not 1 <= tokens <= MAX_TOKENS:
         raise KernelError(f"linear: found {tokens} tokens, allowed: 1 to {MAX_TOKENS}, {INSTEAD}")
     padded = max(8, 1 << (tokens - 1).bit_length())
-    return LinearVariant(str(dtype).removeprefix("torch."), padded, 128, 64, STAGES[padded], bias, residual, swiglu)
+    return LinearVariant(str(dtype).removeprefix("torch."), padded, 128, 64, STAGES[padded], **epilogue)
 
 
 @functools.cache
@@ -54,10 +61,16 @@ def linear(
     out: Tensor,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    norm: Tensor | None = None,
+    after: Rows | None = None,
     schedule: tuple[int, int] | None = None,
 ) -> Tensor:
     """x [T, K], weight [N, K], bias [N], residual [T, N] -> out [T, N] (with swiglu [T, N / 2]). Capturable.
 
+    rms_in: x and squares are a `Rows`, whose norm has this eps. rms_out: after is filled, out's rows on their way through
+    a norm of weight `norm` [N]; see `rows_after`.
     Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. schedule:
     (units, share), by default `schedule.plan`'s. The weights are read before earlier kernels of the stream are done:
     none of them may write them.
@@ -70,8 +83,18 @@ def linear(
     multiprocessors = _multiprocessors(x.device)
     units, share = schedule or _plan(rows, k, variant.rows, variant.tile_k, multiprocessors)
     partial, counters = _workspace(x.device, max(units, multiprocessors), variant.rows // 64, variant.tokens)
-    kernel(x, weight, out, partial, counters, bias, residual, units, share)
+    values, squares_out = (None, None) if after is None else after
+    kernel(
+        x, weight, out, partial, counters, bias, residual, squares, eps, norm, values, squares_out, units, share
+    )
     return out
+
+
+def rows_after(variant: LinearVariant, out: Tensor) -> Rows:
+    """Room for what a variant with rms_out writes beside out [T, N]."""
+    t, n = out.shape
+    parts = -(-n // variant.rows) * (variant.rows // 64)
+    return Rows(torch.empty(t, n, dtype=out.dtype, device=out.device), out.new_empty(parts, t, dtype=torch.float32))
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
