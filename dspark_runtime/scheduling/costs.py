@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ class StepCosts:
     def __init__(self, curve: Curve, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
         self.curve, self.spec, self.device = curve, spec, device
         self._contexts = torch.tensor(curve.contexts, dtype=torch.float64, device=device)
+        self._known = curve.contexts
         self._tables: dict[int, Tensor] = {}
         inside = {b for b in curve.num_requests if b < max_num_requests}
         try:
@@ -64,3 +67,14 @@ class StepCosts:
         low, high = known.index_select(0, below), known.index_select(0, below + 1)
         share = (mean - low) / (high - low)
         return torch.lerp(table.index_select(0, below), table.index_select(0, below + 1), share[:, None])[0]
+
+    def step_ms(self, num_requests: int, tokens: int, context_len: float) -> float:
+        """Of one step with so many tokens in all, roots included, at this mean context; see `ms`. Reads the host."""
+        table, known = self._table(num_requests), self._known
+        context = min(max(context_len, known[0]), known[-1])
+        low = min(bisect_right(known, context) - 1, max(len(known) - 2, 0))
+        below = table[low, tokens - num_requests].item()
+        if len(known) == 1:
+            return below
+        share = (context - known[low]) / (known[low + 1] - known[low])
+        return below + share * (table[low + 1, tokens - num_requests].item() - below)

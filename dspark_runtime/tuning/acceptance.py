@@ -27,8 +27,9 @@ MIN_REQUESTS = 8
 
 @dataclass(frozen=True)
 class Suite:
-    """Acceptance on one kind of text. num_steps: None where it is taken as exact. accepted, requests [S] int64,
-    confidence [S, n] float64 (nan where nothing was drafted): the steps of a trace. profile: measured rank acceptances,
+    """Acceptance on one kind of text. num_steps: None where it is taken as exact. accepted, drafted,
+    requests [S] int64, confidence [S, n] float64 (nan where nothing was drafted; None where the trace has none): the
+    steps of a trace. profile: measured rank acceptances,
     where there are any. pair: (target, drafter), where the file says."""
 
     name: str
@@ -37,6 +38,7 @@ class Suite:
     profile: tuple[float, ...] | None = None
     pair: tuple[str, str] | None = None
     accepted: np.ndarray | None = field(default=None, compare=False)
+    drafted: np.ndarray | None = field(default=None, compare=False)
     requests: np.ndarray | None = field(default=None, compare=False)
     confidence: np.ndarray | None = field(default=None, compare=False)
 
@@ -177,48 +179,63 @@ def _suites_of_eval(rows: list[object], temperature: float | None, path: Path) -
 def read_trace(path: Path) -> list[Suite]:
     """One suite for each name in a trace: a line a step, {"accepted": 3, "confidence": [0.9, ...], "request": 7,
     "suite": "chat"}. confidence[i]: the drafter's estimate that draft i + 1 is accepted if all before are; its length
-    is the number of drafts. Without request, steps count as independent; without suite, all belong to one."""
+    is the number of drafts. A drafter that has no confidence says `drafted`, that number, instead. Without request,
+    steps count as independent; without suite, all belong to one."""
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    found: dict[str, list[tuple[int, int, list[float]]]] = {}
+    found: dict[str, list[tuple[int, int, int, list[float] | None]]] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
             step = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{where}: not JSON ({error})") from None
-        if not isinstance(step, dict) or not {"accepted", "confidence"} <= set(step):
+        if not isinstance(step, dict) or "accepted" not in step or not {"confidence", "drafted"} & set(step):
             raise ConfigError(f"{where}: accepted, confidence: missing")
-        confidence = _numbers(step["confidence"], f"{where}: confidence")
-        if any(not 0 <= c <= 1 for c in confidence) or len(confidence) >= MAX_NODES:
-            raise ConfigError(f"{where}: confidence: found {confidence}, allowed: at most {MAX_NODES - 1} of 0 to 1")
+        confidence = None
+        if "confidence" in step:
+            confidence = _numbers(step["confidence"], f"{where}: confidence")
+            if any(not 0 <= c <= 1 for c in confidence) or len(confidence) >= MAX_NODES:
+                raise ConfigError(
+                    f"{where}: confidence: found {confidence}, allowed: at most {MAX_NODES - 1} of 0 to 1"
+                )
+        drafted = step.get("drafted", len(confidence or ()))
+        if type(drafted) is not int or not 0 <= drafted < MAX_NODES:
+            raise ConfigError(f"{where}: drafted: found {drafted!r}, allowed: 0 to {MAX_NODES - 1}")
+        if confidence is not None and drafted != len(confidence):
+            raise ConfigError(f"{where}: drafted: found {drafted}, allowed: {len(confidence)}, one for each confidence")
         accepted = step["accepted"]
-        if type(accepted) is not int or not 0 <= accepted <= len(confidence):
-            raise ConfigError(f"{where}: accepted: found {accepted!r}, allowed: 0 to {len(confidence)}, the drafts")
+        if type(accepted) is not int or not 0 <= accepted <= drafted:
+            raise ConfigError(f"{where}: accepted: found {accepted!r}, allowed: 0 to {drafted}, the drafts")
         request = step.get("request", -number)
         if type(request) is not int:
             raise ConfigError(f"{where}: request: found {request!r}, allowed: an integer")
-        found.setdefault(str(step.get("suite", path.stem)), []).append((accepted, request, confidence))
+        found.setdefault(str(step.get("suite", path.stem)), []).append((accepted, drafted, request, confidence))
     if not found:
         raise ConfigError(f"{path}: found no steps, allowed: {MIN_STEPS} or more")
     return [_suite_of_steps(name, steps, str(path)) for name, steps in found.items()]
 
 
-def _suite_of_steps(name: str, steps: list[tuple[int, int, list[float]]], where: str) -> Suite:
-    depth = max(len(c) for _, _, c in steps)
+def _suite_of_steps(name: str, steps: list[tuple[int, int, int, list[float] | None]], where: str) -> Suite:
+    accepted, drafted, requests = np.array([step[:3] for step in steps]).T
+    depth = int(drafted.max())
     if not depth:
         raise ConfigError(f"{where}: confidence: found no drafts in suite {name!r}, allowed: at least one a trace")
-    accepted = np.array([a for a, _, _ in steps])
-    confidence = np.full((len(steps), depth), np.nan)
-    for row, (_, _, values) in zip(confidence, steps):
-        row[: len(values)] = values
+    given = [values for *_, values in steps]
+    if any(values is None for values in given) and not all(values is None for values in given):
+        raise ConfigError(f"{where}: confidence: found in some steps of suite {name!r}, allowed: in all or in none")
+    confidence = None
+    if given[0] is not None:
+        confidence = np.full((len(steps), depth), np.nan)
+        for row, values in zip(confidence, given):
+            row[: len(values)] = values
     survival = [float((accepted >= i).mean()) for i in range(1, depth + 1)]
-    requests = np.array([r for _, r, _ in steps])
     return checked_suite(
-        name, survival, len(steps), where=where, accepted=accepted, requests=requests, confidence=confidence
-    )
+        name, survival, len(steps), where=where, accepted=accepted, drafted=drafted, requests=requests,
+        confidence=confidence,
+    )  # fmt: skip
 
 
 def enough(suites: Sequence[Suite], field: str) -> None:
