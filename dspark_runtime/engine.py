@@ -44,8 +44,9 @@ class Engine:
     `acceptance.RULES`. synthetic: replaces the acceptance decision by a stated law. detokenize: needed for stop strings
     and for `RequestOutput.text`. cuda_graph: replay captured steps (CUDA only) where every request is greedy and none
     asks for log-probabilities; other batches run the same step uncaptured. record_confidence: step records hold the
-    drafts' confidences, which costs one more read of the device a step. scheduler: trims every step's trees before they
-    are verified (CPU only).
+    drafts' confidences, which costs one more read of the device a step. record_experts: they count the experts that each
+    MoE layer met, after the step's time was taken. scheduler: trims every step's trees before they are verified (CPU
+    only).
 
     Raises ConfigError for what does not fit together.
     """
@@ -66,6 +67,7 @@ class Engine:
         detokenize: Callable[[list[int]], str] | None = None,
         cuda_graph: bool = False,
         record_confidence: bool = False,
+        record_experts: bool = False,
         scheduler: Scheduler | None = None,
     ) -> None:
         for field, value in (
@@ -90,6 +92,7 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self.detokenize = detokenize
         self.record_confidence = record_confidence
+        self.record_experts = record_experts
 
         width = -(-(self.max_model_len + MAX_NODES) // page_size)
         if num_pages is None:
@@ -469,6 +472,9 @@ class Engine:
         confidence = result.confidence.tolist() if self.record_confidence and result.confidence is not None else None
         outputs, record = self._collect(packed, result.logprobs, confidence, context)
         record.ms = self._timer.finish()
+        if self.record_experts and result.experts:
+            layers = torch.stack(result.experts).flatten(1).tolist()
+            record.unique_experts = [len(set(layer)) for layer in layers]
         self.records.append(record)
         return outputs
 

@@ -14,6 +14,7 @@ class StepRecord:
     stops cut them. Milliseconds: draft, verify (forward, logits and arg-max), accept (rule, sampling, commit), other
     (all host work of the step), total = their sum. confidence (where the engine was asked for it, and the drafter states
     one): of each request's drafts, in order, the estimated probability that it is accepted, given that its parent was.
+    unique_experts (likewise): in each MoE layer, the different experts that the pass's tokens met, padding included.
     """
 
     request_ids: list[int]

@@ -44,6 +44,7 @@ class StepResult:
     packed: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor] | None  # of the chosen [R, d+1]; best ids, their values [R, d+1, k]
     confidence: Tensor | None  # of every node [R, n], see `DraftTree`; stays on the device unless it is asked for
+    experts: list[Tensor]  # ids of every verified token and MoE layer, see `PassBatch`; stay there too
 
 
 def draft(drafter: Drafter | None, state: BatchState, spec: TreeSpec, sample: bool) -> DraftTree:
@@ -224,4 +225,4 @@ def decode(
     caches = [cache] if drafter is None or drafter.kv is None else [cache, drafter.kv]
     commit(accepted, tree, state, caches, steps)
     mark("accept")
-    return StepResult(packed, logprobs, tree.confidence)
+    return StepResult(packed, logprobs, tree.confidence, batch.experts)

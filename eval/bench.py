@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from eval.schema import REAL, BenchConfig, BenchRow, Environment, Pair, Run, Spr
 if TYPE_CHECKING:
     from drafters.tree import TreeSpec
     from dspark_runtime.engine import Engine
+    from dspark_runtime.forced_routing import ForcedRouting
     from dspark_runtime.records import StepRecord
     from dspark_runtime.scheduling.scheduler import Scheduler
     from dspark_runtime.synthetic import SyntheticLaw
@@ -307,7 +309,6 @@ def time_numbers(repeats: Sequence[Repeat], num_requests: int) -> dict[str, obje
     phases = {
         k: statistics.median(s.ms.get(k, 0.0) for s in steps) for k in ("draft", "verify", "accept", "other", "total")
     }
-    experts = [statistics.fmean(s.unique_experts) for s in steps if s.unique_experts]
     return dict(
         output_throughput=rate,
         output_throughput_per_user=rate / num_requests,
@@ -316,12 +317,37 @@ def time_numbers(repeats: Sequence[Repeat], num_requests: int) -> dict[str, obje
         prefill_ms=statistics.median(r.prefill_ms for r in repeats),
         step_ms=StepMs(**phases),
         verified_tokens=statistics.median(s.verified_tokens for s in steps),
-        unique_experts_per_layer=statistics.fmean(experts) if experts else None,
         spread=Spread(
             repeats=relative_std(step_medians, statistics.fmean(step_medians)),
             prompts=relative_std(request_rates, statistics.fmean(request_rates)),
         ),
     )
+
+
+def expert_numbers(point: Point, num_experts: int, routing: ForcedRouting | None) -> dict[str, object]:
+    """Different experts of a layer in the steps in which all requests ran: counted, and what the law expects."""
+    steps = [s for r in point.repeats for s in r.records if s.num_requests == point.num_requests and s.unique_experts]
+    if not num_experts or not steps:
+        return {}
+    counts = Counter(tuple(d + 1 for d in s.drafted) for s in steps)
+    return dict(
+        routing=routing.name if routing is not None else "model",
+        unique_experts_per_layer=statistics.fmean(statistics.fmean(s.unique_experts) for s in steps),
+        expected_experts_per_layer=(
+            sum(n * routing.expected(c) for c, n in counts.items()) / len(steps) if routing is not None else None
+        ),
+    )
+
+
+def forced_routing(config: BenchConfig, target: Target) -> ForcedRouting | None:
+    """The law of `config.routing`; not said, it is uniform for experts of random weights and the router's own choices
+    otherwise. Raises ConfigError."""
+    from dspark_runtime import forced_routing
+
+    name = config.routing
+    if name is None:
+        name = "uniform" if config.weights == "dummy" and target.config.num_experts else "model"
+    return forced_routing.make(name, target.config, config.seed, target.model.device)
 
 
 def relative_std(values: Sequence[float], mean: float) -> float:
@@ -386,6 +412,7 @@ def measure(
     from eval.environment import environment
 
     model = target.model
+    routing = model.routing = forced_routing(config, target)
     deepest = max(p.spec.depth for p in points)
     longest = prompts.longest + config.max_tokens + deepest + 1
     if longest > model.max_model_len:
@@ -397,7 +424,12 @@ def measure(
     progress("measuring the machine", 0, 1)
     ceilings = floor.measure_ceilings(model.device, model.dtype)
     engine = Engine(
-        model, drafter, max_num_requests=max(config.num_requests), max_model_len=longest, cuda_graph=cuda_graph
+        model,
+        drafter,
+        max_num_requests=max(config.num_requests),
+        max_model_len=longest,
+        cuda_graph=cuda_graph,
+        record_experts=target.config.num_experts > 0,
     )
     runnable = [p for p in points if not p.error]
     for point in runnable:
@@ -443,6 +475,7 @@ def measure(
         row = row.model_copy(
             update=acceptance_numbers(point.repeats, point.spec.depth)
             | time_numbers(point.repeats, point.num_requests)
+            | expert_numbers(point, target.config.num_experts, routing)
             | dict(repeats=repeats, num_prompts=prompts.distinct(point.num_requests, repeats))
         )
         rows[-1] = row
@@ -450,9 +483,9 @@ def measure(
             baseline[point.num_requests] = row
         steps = [s for r in point.repeats for s in r.records if s.num_requests == point.num_requests]
         context = statistics.median(s.context_tokens for s in steps)
-        passes = [(cost, row.verified_tokens, context)]
+        passes = [(cost, row.verified_tokens, context, row.unique_experts_per_layer)]
         if drafts is not None:
-            passes += [(drafts, float(point.num_requests), context)] * point.spec.depth
+            passes += [(drafts, float(point.num_requests), context, None)] * point.spec.depth
         finish_row(row, point, baseline.get(point.num_requests), floor.floor_ms(ceilings, passes))
 
     return Run(

@@ -51,6 +51,13 @@ Schedule = Annotated[
         "async:CURVE.json; fixed and threshold also take dspark tune's JSON.",
     ),
 ]
+Routing = Annotated[
+    Optional[str],
+    typer.Option(
+        help="Experts of an MoE target in a synthetic run: uniform (the default with dummy weights), zipf:A, "
+        "trace:FILE of dspark trace-routing, or model: the router's own.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 
 # A flag takes the place of these fields of a recipe as well: each group says one thing in several ways.
@@ -128,6 +135,7 @@ def bench(
     prompts: Annotated[Optional[str], typer.Option(help='JSONL file, {"turns": [text]} a line.')] = None,
     temperature: Annotated[Optional[float], typer.Option(help="0 is greedy.")] = None,
     method: Method = None,
+    routing: Routing = None,
     device: Device = None,
     dtype: Dtype = None,
     weights: Weights = None,
@@ -165,6 +173,7 @@ def bench(
         prompts=prompts,
         temperature=temperature,
         rejection_sample_method=method,
+        routing=routing,
         device=device,
         dtype=dtype,
         weights=weights,
@@ -443,6 +452,38 @@ def train(
     finally:
         close()
     print(json.dumps(summary, indent=1))
+
+
+@app.command("trace-routing")
+def trace_routing(
+    context_of_call: typer.Context,
+    out: Annotated[Path, typer.Argument(help="File to write (.safetensors), for dspark bench --routing trace:FILE.")],
+    target: Target = None,
+    prompts: Annotated[Optional[str], typer.Option(help='JSONL file, {"turns": [text]} a line.')] = None,
+    limit: Annotated[Optional[int], typer.Option(min=1, help="So many prompts.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 256,
+    device: Device = None,
+    dtype: Dtype = None,
+    backend: Backend = None,
+    quiet: Quiet = False,
+) -> None:
+    """Record which experts an MoE target picks for every token of its answers."""
+    if out.suffix != ".safetensors":
+        raise DsparkError(f"out: found {str(out)!r}, allowed: a file that ends in .safetensors")
+    if not out.parent.is_dir():
+        raise DsparkError(f"out: folder {out.parent} does not exist")
+    writable("out", out)
+    flags = dict(target=target, drafter="none", prompts=prompts, max_tokens=tokens, device=device, dtype=dtype, backend=backend)
+    settings = recipe(None, flags)
+
+    from eval.trace_routing import record
+
+    progress, close = progress_bar(quiet)
+    try:
+        text = record(settings, limit, out, context_of_call.obj, progress)
+    finally:
+        close()
+    sys.stdout.write(text)
 
 
 @app.command()

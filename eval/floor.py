@@ -34,8 +34,8 @@ class Ceilings:
 class ModelCost:
     """What one pass of a model reads and computes.
 
-    dense_bytes: weights that every pass reads. expert_bytes: all experts of all layers; a pass of T tokens reads the
-    expected share of distinct experts under uniform routing. flops_per_token: 2 per weight that a token meets.
+    dense_bytes: weights that every pass reads. expert_bytes: all experts of all layers; a pass reads those that it
+    touches. flops_per_token: 2 per weight that a token meets.
     kv_bytes_per_token: keys and values of one context token, all layers.
     """
 
@@ -46,20 +46,25 @@ class ModelCost:
     flops_per_token: int
     kv_bytes_per_token: int
 
-    def bytes_of_step(self, tokens: float, context_tokens: float) -> float:
-        share = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens if self.num_experts else 0.0
+    def bytes_of_step(self, tokens: float, context_tokens: float, experts: float | None = None) -> float:
+        """experts: different ones that a layer touches, mean over layers; None: as many as uniform routing would."""
+        share = 0.0
+        if self.num_experts:
+            uniform = 1 - (1 - self.experts_per_token / self.num_experts) ** tokens
+            share = uniform if experts is None else experts / self.num_experts
         return self.dense_bytes + share * self.expert_bytes + context_tokens * self.kv_bytes_per_token
 
 
-def floor_ms(ceilings: Ceilings, passes: list[tuple[ModelCost, float, float]]) -> float:
-    """Floor of passes that run one after the other, each (cost, tokens, context tokens), in milliseconds."""
+def floor_ms(ceilings: Ceilings, passes: list[tuple[ModelCost, float, float, float | None]]) -> float:
+    """Floor of passes that run one after the other, each (cost, tokens, context tokens, experts of a layer; see
+    `ModelCost.bytes_of_step`), in milliseconds."""
     return sum(
         1e3
         * max(
-            cost.bytes_of_step(tokens, context) / (ceilings.read_bandwidth_gbps * 1e9),
+            cost.bytes_of_step(tokens, context, experts) / (ceilings.read_bandwidth_gbps * 1e9),
             cost.flops_per_token * tokens / (ceilings.matmul_tflops * 1e12),
         )
-        for cost, tokens, context in passes
+        for cost, tokens, context, experts in passes
     )
 
 

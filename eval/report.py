@@ -95,9 +95,9 @@ def step_table(rows: Sequence[BenchRow]) -> str:
             s = r.step_ms
             parts = (s.total, s.draft, s.verify, s.accept, s.other, r.floor_ms)
             cells = (*map(num, parts), num(r.time_over_floor, 1), num(r.prefill_ms, 1))
-            experts = (num(r.unique_experts_per_layer, 1),) if moe else ()
+            experts = (num(r.unique_experts_per_layer, 1), num(r.expected_experts_per_layer, 1)) if moe else ()
             body.append((name(r), str(r.num_requests), *cells, *experts))
-    return table((*header, "experts/layer") if moe else header, body)
+    return table((*header, "experts/layer", "expected") if moe else header, body)
 
 
 def acceptance_table(rows: Sequence[BenchRow]) -> str:
@@ -183,7 +183,13 @@ def markdown(run: Run) -> str:
 def laws(run: Run) -> list[str]:
     """The synthetic laws of a run, in full."""
     found = dict.fromkeys(r.acceptance for r in run.results if r.synthetic and r.ran)
-    return [f"synthetic laws: {', '.join(found)}; only the number of accepted drafts is forced."] if found else []
+    lines = [f"synthetic laws: {', '.join(found)}; only the number of accepted drafts is forced."] if found else []
+    for routing in dict.fromkeys(r.routing for r in run.results if r.routing):
+        if routing != "model":
+            lines.append(f"FORCED ROUTING: {routing}; which experts a token meets is drawn, not the router's choice.")
+        elif run.config.weights == "dummy":
+            lines.append("routing: the router's own choices with DUMMY WEIGHTS, which send all tokens to the same experts.")
+    return lines
 
 
 def context_of(run: Run) -> str:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from drafters.topology import MAX_NODES
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.forced_routing import split as split_routing
 from dspark_runtime.scheduling.names import split as split_scheduler
 
 SCHEMA_VERSION = 1
@@ -115,7 +116,8 @@ class BenchConfig(Pair):
     The plain line (k = 0) is always measured. `acceptance_length` holds "real" or synthetic lengths, which count the
     bonus token; rates or a trace are a synthetic law of their own. `context_len`: prompts of that many random token
     ids in place of the texts of `prompts`. scheduler: each speculative shape once with every one of them ("none": all
-    drafts are verified), see `dspark_runtime.scheduling.names`.
+    drafts are verified), see `dspark_runtime.scheduling.names`. routing: the law of an MoE target's expert choices, see
+    `dspark_runtime.forced_routing` (None: uniform with dummy weights, else the model's own).
     """
 
     num_speculative_tokens: IntList = Field(default=[3, 7], min_length=1)
@@ -131,6 +133,7 @@ class BenchConfig(Pair):
     prompts: str | None = None
     temperature: float = Field(default=0.0, ge=0.0)
     rejection_sample_method: str = "auto"
+    routing: str | None = None
     cuda_graph: bool | None = None
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
@@ -147,6 +150,16 @@ class BenchConfig(Pair):
     @classmethod
     def _schedulers(cls, value: list[str]) -> list[str]:
         return list(dict.fromkeys(map(scheduler_name, value)))
+
+    @field_validator("routing")
+    @classmethod
+    def _routing(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                split_routing(value)
+            except ConfigError as error:
+                raise ValueError(str(error).removeprefix("routing: ")) from None
+        return value
 
     @field_validator("num_requests")
     @classmethod
@@ -195,6 +208,11 @@ class BenchConfig(Pair):
             raise ValueError(
                 f"scheduler: found {named!r} with {given[0]}, allowed: real acceptance (a law forces what is accepted, "
                 "whatever the confidence)"
+            )
+        if self.routing not in (None, "model") and self.weights != "dummy" and (REAL in self.acceptance_length or not given):
+            raise ValueError(
+                f"routing: found {self.routing!r} with real acceptance, allowed: model, or synthetic acceptance, or "
+                "dummy weights (text of forced experts means nothing)"
             )
         if named is not None and self.drafter == "none":
             raise ValueError(f"scheduler: found {named!r} with drafter none, allowed: a drafter")
@@ -343,7 +361,8 @@ class BenchRow(Strict):
     ..._per_request: the mean of the requests' own lengths. Rates: unconditional = share of pairs whose first i drafts
     were all accepted; conditional = given that the ones before were. emitted_histogram[i]: pairs that emitted i + 1.
     draft_acceptance_rate: accepted / proposed drafts. tpot_ms: per output token of one request; chunk_gap_ms: between
-    two steps, which is what a client sees between chunks. break_even: the length at which speculation gains nothing.
+    two steps, which is what a client sees between chunks. unique_experts_per_layer: different experts that a step's
+    tokens meet, mean over MoE layers and steps; expected_...: by the law that `routing` names. break_even: the length at which speculation gains nothing.
     """
 
     engine: str = "dspark"
@@ -384,7 +403,9 @@ class BenchRow(Strict):
     time_over_floor: float | None = None
     speedup: float | None = None
     break_even_acceptance_length: float | None = None
+    routing: str | None = None
     unique_experts_per_layer: float | None = None
+    expected_experts_per_layer: float | None = None
     repeats: int = 0
     steps: int = 0
     num_prompts: int = 0

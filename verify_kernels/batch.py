@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class PassBatch:
                                     ones before are in the cache already (the same number for every request). Mask bits
                                     and logical indices count all new tokens
     plan             filled by `ops.plan_attention`, once for all layers of the pass
+    experts          filled by the model: [N, k] int64 ids of each MoE layer, in order
     """
 
     token_ids: Tensor
@@ -82,6 +83,7 @@ class PassBatch:
     max_kv_len: int
     first_query: int = 0
     plan: Any = None
+    experts: list[Tensor] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

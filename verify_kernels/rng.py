@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Streams: which decision a draw belongs to. Draws of different streams are independent.
-TARGET, ACCEPT, DRAFT, SYNTHETIC = range(4)
+TARGET, ACCEPT, DRAFT, SYNTHETIC, ROUTING = range(5)
 
 
 def _signed(x: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark_runtime.errors import CheckpointError, ConfigError
+from dspark_runtime.forced_routing import ForcedRouting
 from dspark_runtime.models.config import ModelConfig
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
@@ -185,6 +186,8 @@ class Transformer:
             self.lm_head = take("lm_head.weight", vocab)
         take.finish()
 
+        self.routing: ForcedRouting | None = None
+        """Experts by a stated law, for synthetic runs; None: the router's own choices."""
         self._cos_sin = cos_sin_table(c, self.max_model_len, self.device)
         kv = c.num_key_value_heads * c.head_dim
         self._qkv_split = (c.num_attention_heads * c.head_dim, kv, kv)
@@ -204,6 +207,8 @@ class Transformer:
         n, eps, scale = batch.num_tokens, c.rms_norm_eps, c.head_dim**-0.5
         if batch.plan is None:
             batch.plan = ops.plan_attention(batch, cache.page_size)
+        forced = self.routing(batch) if self.routing is not None else None
+        batch.experts = []
         tapped: dict[int, Tensor] = {}
         residual = tapped[-1] = ops.embedding(batch.token_ids, self.embed)
         x = ops.rms_norm(residual, layers[0].input_norm, eps)
@@ -220,6 +225,9 @@ class Transformer:
             else:
                 router_logits = ops.linear(x, layer.router)
                 weights, experts = ops.moe_route(router_logits, c.num_experts_per_tok, c.norm_topk_prob)
+                if forced is not None:
+                    experts = forced[len(batch.experts)]
+                batch.experts.append(experts)
                 x = ops.moe_experts(x, layer.gate_up, layer.down, weights, experts)
             # The norm that follows a block is the next block's first one, or the final one.
             norm = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm

@@ -272,10 +272,10 @@ def test_a_run_stopped_by_hand_keeps_its_whole_repeats(whole: int, monkeypatch: 
 def test_floor_is_the_slower_of_reading_and_computing() -> None:
     machine = Ceilings(read_bandwidth_gbps=10.0, matmul_tflops=1.0, source="")
     cost = ModelCost(10_000_000, 0, 0, 0, 20_000_000, kv_bytes_per_token=1000)
-    assert floor_ms(machine, [(cost, 1, 0)]) == pytest.approx(1.0)  # 10 MB at 10 GB/s
-    assert floor_ms(machine, [(cost, 1, 5000)]) == pytest.approx(1.5)  # and 5 MB of keys and values
-    assert floor_ms(machine, [(cost, 100, 0)]) == pytest.approx(2.0)  # 2 GFLOP at 1 TFLOP/s
-    assert floor_ms(machine, [(cost, 1, 0), (cost, 1, 0)]) == pytest.approx(2.0)
+    assert floor_ms(machine, [(cost, 1, 0, None)]) == pytest.approx(1.0)  # 10 MB at 10 GB/s
+    assert floor_ms(machine, [(cost, 1, 5000, None)]) == pytest.approx(1.5)  # and 5 MB of keys and values
+    assert floor_ms(machine, [(cost, 100, 0, None)]) == pytest.approx(2.0)  # 2 GFLOP at 1 TFLOP/s
+    assert floor_ms(machine, [(cost, 1, 0, None), (cost, 1, 0, None)]) == pytest.approx(2.0)
 
 
 def test_experts_count_by_how_many_distinct_ones_are_read() -> None:
