@@ -37,6 +37,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return values
 
 
+def canonical(name: str) -> str:
+    """A checkpoint's tensor name as DeepSpec writes it."""
+    for old, new in _PREFIXES:
+        name = new + name.removeprefix(old) if name.startswith(old) else name
+    return name
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the folder's *.safetensors files, under DeepSpec's names."""
     from safetensors import SafetensorError, safe_open
@@ -49,10 +56,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         try:
             with safe_open(path, framework="pt") as opened:
                 for key in opened.keys():
-                    name = key
-                    for old, new in _PREFIXES:
-                        name = new + name.removeprefix(old) if name.startswith(old) else name
-                    found[name] = opened.get_tensor(key)
+                    found[canonical(key)] = opened.get_tensor(key)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: not a readable safetensors file ({error})") from None
     return found
@@ -115,19 +119,44 @@ def _check_target(c: DrafterConfig, target: Any, path: Path) -> None:
         )
 
 
+def check_tensors(c: DrafterConfig, tensors: Mapping[str, Tensor], source: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a drafter must have, once all are there and nothing is that cannot belong to one.
+
+    tensors: under DeepSpec's names; source: named in errors. Raises ValueError, one line: key, found, expected.
+    """
+    shapes = tensor_shapes(c)
+    for key in tensors:
+        if key not in shapes and key not in _TABLES and not key.endswith(_IGNORED):
+            raise ValueError(f"{source}: {key}: not a tensor of a {c.kind} drafter in the {c.dialect} dialect")
+    for key, shape in shapes.items():
+        _take(tensors, key, shape, source)
+    for key, rows in (("embed_tokens.weight", c.vocab_size), ("lm_head.weight", c.draft_vocab_size)):
+        if key in tensors:
+            _take(tensors, key, (rows, c.hidden_size), source)
+    mask = tensors.get("mask_embedding")
+    if mask is not None and mask.numel() != c.hidden_size:
+        raise ValueError(f"{source}: mask_embedding: found {mask.numel()} entries, expected {c.hidden_size}")
+    _target_ids(c, tensors, source, torch.device("cpu"))
+    return shapes
+
+
+def _take(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], source: str) -> Tensor:
+    if key not in tensors:
+        raise ValueError(f"{source}: {key}: missing, expected shape {list(shape)}")
+    found = tensors[key]
+    if tuple(found.shape) != shape:
+        raise ValueError(f"{source}: {key}: found shape {list(found.shape)}, expected {list(shape)}")
+    if not found.is_floating_point():
+        raise ValueError(f"{source}: {key}: found dtype {found.dtype}, expected a floating-point type")
+    return found
+
+
 def build(c: DrafterConfig, tensors: Mapping[str, Tensor], target: Any, source: str) -> DraftNetwork:
     """A network from tensors under DeepSpec's names. source: named in errors."""
     device, dtype = target.device, target.dtype
 
     def take(key: str, shape: tuple[int, ...]) -> Tensor:
-        if key not in tensors:
-            raise ValueError(f"{source}: {key}: missing, expected shape {list(shape)}")
-        found = tensors[key]
-        if tuple(found.shape) != shape:
-            raise ValueError(f"{source}: {key}: found shape {list(found.shape)}, expected {list(shape)}")
-        if not found.is_floating_point():
-            raise ValueError(f"{source}: {key}: found dtype {found.dtype}, expected a floating-point type")
-        return found.to(device=device, dtype=dtype)
+        return _take(tensors, key, shape, source).to(device=device, dtype=dtype)
 
     def table(key: str, rows: int, shared: Tensor) -> Tensor:
         shape = (rows, c.hidden_size)
@@ -141,17 +170,10 @@ def build(c: DrafterConfig, tensors: Mapping[str, Tensor], target: Any, source: 
         own = take(key, shape)
         return shared if shared.shape == shape and torch.equal(own, shared) else own
 
-    shapes = tensor_shapes(c)
-    for key in tensors:
-        if key not in shapes and key not in _TABLES and not key.endswith(_IGNORED):
-            raise ValueError(f"{source}: {key}: not a tensor of a {c.kind} drafter in the {c.dialect} dialect")
-    weights = {key: take(key, shape) for key, shape in shapes.items()}
+    weights = {key: take(key, shape) for key, shape in check_tensors(c, tensors, source).items()}
     mask = tensors.get("mask_embedding")
     if mask is not None:
-        mask = mask.flatten()
-        if mask.shape[0] != c.hidden_size:
-            raise ValueError(f"{source}: mask_embedding: found {mask.shape[0]} entries, expected {c.hidden_size}")
-        mask = mask.to(device=device, dtype=dtype)
+        mask = mask.flatten().to(device=device, dtype=dtype)
     return DraftNetwork(
         c,
         weights,
