@@ -13,16 +13,54 @@ SCRATCH_PAGE = 0
 
 
 @dataclass
+class Records:
+    """What one speculative pass would do to the recurrent states of a layer: R requests of up to n new tokens each.
+
+    inputs      [R, n, C]       what enters the short convolution
+    keys        [R, n, H, Dk]   normalised
+    log_decay   [R, n, H, Dk]
+    updates     [R, n, H, Dv]   beta * (value - what the decayed state holds under the key)
+    """
+
+    inputs: Tensor
+    keys: Tensor
+    log_decay: Tensor
+    updates: Tensor
+
+
+@dataclass
+class RecurrentStates:
+    """States of a model's recurrent layers, one row a running request. A request without context starts from zeros,
+    whatever its row holds.
+
+    state       [layers, rows, H, Dv, Dk] float32 (float64 in a float64 model)
+    window      [layers, rows, K - 1, C]: the newest inputs of the short convolution, oldest first
+    records     of each layer, from a speculative pass to its commit
+    """
+
+    state: Tensor
+    window: Tensor
+    records: list[Records] = field(default_factory=list)
+
+    @property
+    def bytes_per_request(self) -> int:
+        return sum(x[:, 0].numel() * x.element_size() for x in (self.state, self.window))
+
+
+@dataclass
 class KVCache:
-    """Keys and values of one model, in pages that all requests share.
+    """What one model remembers of its requests: keys and values, in pages that all requests share, and recurrent
+    states where it has such layers.
 
     Page ids are common to every model of an engine, so target and drafter read one page table.
 
-    k, v: [layers, pages, page_size, kv_heads, head_dim]; page 0 is the scratch page.
+    k, v: [layers, pages, page_size, kv_heads, head_dim]; page 0 is the scratch page. Of latent attention k holds the
+    latents [layers, pages, page_size, 1, width], and v has head_dim 0.
     """
 
     k: Tensor
     v: Tensor
+    states: RecurrentStates | None = None
 
     @classmethod
     def allocate(
@@ -44,8 +82,7 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        layers, _, _, heads, dim = self.k.shape
-        return 2 * layers * heads * dim * self.k.element_size()
+        return sum(x[:, 0, 0].numel() * x.element_size() for x in (self.k, self.v))
 
 
 @dataclass
@@ -68,6 +105,9 @@ class PassBatch:
     first_query      host int       the queries are their request's new tokens first_query, first_query + 1, ...: the
                                     ones before are in the cache already (the same number for every request). Mask bits
                                     and logical indices count all new tokens
+    state_rows       [R] int64      rows of `RecurrentStates`; None for models without
+    speculative      host bool      the new tokens may be rejected: recurrent states stay as they are, and what the
+                                    tokens would do to them is recorded for `ops.commit_states`
     plan             filled by `ops.plan_attention`, once for all layers of the pass
     experts          filled by the model: [N, k] int64 ids of each MoE layer, in order
     """
@@ -82,6 +122,8 @@ class PassBatch:
     max_query_len: int
     max_kv_len: int
     first_query: int = 0
+    state_rows: Tensor | None = None
+    speculative: bool = False
     plan: Any = None
     experts: list[Tensor] = field(default_factory=list)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verify_kernels.reference import attention, elementwise, linear as _linear, moe
+from verify_kernels.reference import attention, elementwise, latent, latent_moe, linear as _linear, moe, recurrence
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "embedding": elementwise.embedding,
@@ -36,6 +36,20 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "paged_tree_attention": attention.paged_tree_attention,
     "append_kv": attention.append_kv,
     "commit_path": attention.commit_path,
+    "plan_latent_attention": attention.plan_attention,
+    "append_latents": latent.append_latents,
+    "latent_attention": latent.latent_attention,
+    "head_linear": latent.head_linear,
+    "sigmoid_and_mul": latent.sigmoid_and_mul,
+    "attention_residual": latent.attention_residual,
+    "situ_and_mul": latent_moe.situ_and_mul,
+    "sigmoid_route": latent_moe.sigmoid_route,
+    "mxfp4_experts": latent_moe.mxfp4_experts,
+    "plan_recurrence": recurrence.plan_recurrence,
+    "kda_verify": recurrence.kda_verify,
+    "kda_prefill": recurrence.kda_prefill,
+    "commit_states": recurrence.commit_states,
+    "gated_rms_norm": recurrence.gated_rms_norm,
 }
 
 _loaded: dict[str, dict[str, Callable[..., Any]]] = {}  # device type -> op -> implementation
@@ -102,3 +116,17 @@ plan_attention = _op("plan_attention")
 paged_tree_attention = _op("paged_tree_attention")
 append_kv = _op("append_kv")
 commit_path = _op("commit_path")
+plan_latent_attention = _op("plan_latent_attention")
+append_latents = _op("append_latents")
+latent_attention = _op("latent_attention")
+head_linear = _op("head_linear")
+sigmoid_and_mul = _op("sigmoid_and_mul")
+attention_residual = _op("attention_residual")
+situ_and_mul = _op("situ_and_mul")
+sigmoid_route = _op("sigmoid_route")
+mxfp4_experts = _op("mxfp4_experts")
+plan_recurrence = _op("plan_recurrence")
+kda_verify = _op("kda_verify")
+kda_prefill = _op("kda_prefill")
+commit_states = _op("commit_states")
+gated_rms_norm = _op("gated_rms_norm")

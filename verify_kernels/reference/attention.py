@@ -171,5 +171,5 @@ def commit_path(cache: KVCache, page_table: Tensor, context_lens: Tensor, path: 
     target = torch.where(keep, slots_of(page_table, (base + steps).clamp(max=last), size), scratch).flatten()
     for pages in (cache.k, cache.v):
         pages = pages.view(torch.uint8) if pages.element_size() == 1 else pages
-        flat = pages.view(pages.shape[0], -1, *pages.shape[3:])
+        flat = pages.flatten(1, 2)  # a view
         flat[:, target] = flat[:, source]
