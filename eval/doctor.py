@@ -11,7 +11,7 @@ def doctor() -> str:
     """One fact a line."""
     import torch
 
-    from dspark_runtime import targets
+    from dspark_runtime import targets, vllm
     from verify_kernels import ops
     from verify_kernels.errors import KernelError
 
@@ -42,4 +42,5 @@ def doctor() -> str:
     except KernelError as error:
         lines.append(f"  none: {error}")
     lines += [f"{key:13s} {value}" for key, value in targets.cache_status().items()]
+    lines += [f"{part:13s} {text}" for part, text in vllm.status()]
     return "\n".join(lines) + "\n"

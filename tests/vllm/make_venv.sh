@@ -25,5 +25,7 @@ mv "$work/new/vllm" "$site/"
 mv "$work"/new/vllm-0.33.0.dist-info "$site/vllm-0.33.0+cpu.dist-info"
 sed -i 's/^Version: .*/Version: 0.33.0+cpu/' "$site/vllm-0.33.0+cpu.dist-info/METADATA"
 cp "$here/triton_on_cpu.py" "$site/sitecustomize.py"
+# The plugin, from this checkout; what it imports is there already.
+"$venv/bin/pip" install -q --no-deps -e "$here/../.."
 VLLM_TRITON_ON_CPU=1 "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'
 echo "DSPARK_VLLM_PYTHON=$venv/bin/python pytest tests/vllm"
