@@ -96,6 +96,8 @@ class Optimisation(_Strict):
     def _check(self) -> Optimisation:
         if self.anchors > self.row_length:
             raise ValueError(f"anchors: found {self.anchors}, allowed: at most row_length ({self.row_length})")
+        if self.save_every % self.log_every:
+            raise ValueError(f"save_every: found {self.save_every}, allowed: multiples of log_every ({self.log_every})")
         return self
 
 

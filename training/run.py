@@ -40,16 +40,56 @@ def train(
     if stop_after not in STAGES:
         raise ConfigError(f"stop_after: found {stop_after!r}, allowed: {', '.join(STAGES)}")
     folder.mkdir(parents=True, exist_ok=True)
+    _check_shape(config)
     _keep_recipe(config, folder)
     if not (folder / "prompts.jsonl").is_file():
         _write_prompts(config, folder, report, prompts, evaluation, device, dtype, workers)
+    else:
+        _check_prompts(folder, prompts, evaluation)
     if stop_after == "prompts":
-        return _summary(folder)
+        return _summary(config, folder)
     _answer(config, folder, report, device, dtype, workers)
     if stop_after == "answers":
-        return _summary(folder)
+        return _summary(config, folder)
     _train(config, folder, report, device, dtype, seconds, init)
-    return _summary(folder)
+    return _summary(config, folder)
+
+
+def _check_shape(config: TrainConfig) -> None:
+    """Whether the drafter fits the target, before the data is made that it is to learn from."""
+    from drafters.dspark.dialects import parse
+    from dspark_runtime.targets import target_config
+    from training.config import drafter_config
+
+    target = target_config(config.target)
+    taps, last = config.drafter.target_layer_ids, target.num_hidden_layers - 1
+    if not all(-1 <= tap <= last for tap in taps):
+        raise ConfigError(f"drafter.target_layer_ids: found {list(taps)}, allowed: 0 to {last}, -1 for embeddings")
+    try:
+        parse(drafter_config(config.drafter, target), "drafter", target.num_hidden_layers)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_prompts(folder: Path, files: Sequence[Path], evaluation: Sequence[Path]) -> None:
+    """Files named to a run that has its prompts: they must be in it, or not be in it."""
+    from training.prompts import Forbidden, from_file
+    from training.rollout import read_prompts
+    from dspark_runtime.prompts import load_prompts
+
+    forbidden = Forbidden(load_prompts(path).texts for path in evaluation)
+    turns = [prompt["turns"][0] for prompt in read_prompts(folder / "prompts.jsonl")]
+    for number, turn in enumerate(turns, start=1):
+        shared = forbidden.shared(turn)
+        if shared is not None:
+            raise ConfigError(
+                f'evaluation: prompt {number} of {folder / "prompts.jsonl"} shares 13 words with an evaluation prompt '
+                f'("{shared}"); allowed: a new folder'
+            )
+    known = set(turns)
+    for path in files:
+        if any(prompt["turns"][0] not in known for prompt in from_file(path, forbidden)):
+            raise ConfigError(f"prompts: {path} is not part of the run in {folder}, allowed: a new folder")
 
 
 def _keep_recipe(config: TrainConfig, folder: Path) -> None:
@@ -59,7 +99,7 @@ def _keep_recipe(config: TrainConfig, folder: Path) -> None:
         if json.loads(path.read_text()) != data:
             raise ConfigError(f"{folder}: holds prompts and answers of another recipe, allowed: a new folder")
         return
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    _json(path, data)
 
 
 def _engine(config: TrainConfig, device: str, dtype: str, max_tokens: int) -> tuple[Any, Any]:
@@ -74,7 +114,7 @@ def _engine(config: TrainConfig, device: str, dtype: str, max_tokens: int) -> tu
     rows = config.answers.num_requests
     engine = Engine(
         target.model, max_num_requests=rows, max_model_len=length, max_prefill_tokens=16384,
-        num_pages=rows * -(-min(length, 2 * max_tokens) // 16) + 1,
+        num_pages=max(rows * -(-min(length, 2 * max_tokens) // 16), -(-length // 16) + 1) + 1,
     )  # fmt: skip
     return engine, target
 
@@ -230,19 +270,23 @@ def plot(curve: Sequence[dict[str, float]], path: Path) -> None:
 
 
 def _json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    temporary.replace(path)
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """Counts of what the folder holds: prompts by source, answers, tokens, and where training stands."""
+def _summary(config: TrainConfig, folder: Path) -> dict[str, Any]:
+    """Counts of what the folder holds: prompts by source, answers (fewer than asked for where a prompt was too long),
+    tokens, and where training stands."""
     from collections import Counter
 
-    from training.rollout import load_shards, read_prompts
+    from training.rollout import jobs, load_shards, read_prompts
 
     prompts = read_prompts(folder / "prompts.jsonl")
     _, lengths = load_shards(folder / "answers")
     found: dict[str, Any] = {
         "prompts": dict(Counter(p["source"] for p in prompts)),
+        "asked": len(jobs(prompts, config.answers)),
         "answers": len(lengths),
         "answer_tokens": int(lengths[:, 1].sum()),
     }

@@ -129,6 +129,8 @@ class Trainer:
             self._mask, self._attention = torch.compile(block_mask, dynamic=False), flex
             self._draft = torch.compile(draft_pass, dynamic=False)
         if (folder / "state.json").is_file():
+            if init is not None:
+                raise ConfigError(f"init: {folder} holds a run already, allowed: a new folder, or going on without --init")
             self._resume()
 
     # ------------------------------------------------------------------ one step
@@ -266,7 +268,8 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: x.detach().contiguous().cpu() for name, x in self._state().items()}
         name = f"state-{self.done}.safetensors"
-        save_file(tensors, self.folder / name)
+        save_file(tensors, self.folder / "state.partial")
+        (self.folder / "state.partial").replace(self.folder / name)
         state = {"step": self.done, "seconds": self.seconds, "file": name, "config": self.config.model_dump(mode="json")}
         _write(self.folder / "state.json", json.dumps(state | {"curve": self.curve}))
         for old in self.folder.glob("state-*.safetensors"):

@@ -182,6 +182,17 @@ def test_what_does_not_fit_together_is_refused(checkpoint: Path, answered: Path,
     refused("evaluation prompts are never trained on", once, tmp_path / "e", **names)
     assert not (tmp_path / "e" / "prompts.jsonl").exists()
 
+    # Before the data is made; files that are named later; a start for a run that has begun.
+    far = tiny.config(checkpoint, drafter=dict(target_layer_ids=[0, 5]))
+    refused("drafter.target_layer_ids: found [0, 5], allowed: 0 to 1", far, tmp_path / "f")
+    assert not (tmp_path / "f" / "prompts.jsonl").exists()
+    turn = json.loads((answered / "prompts.jsonl").read_text().splitlines()[0])
+    (tmp_path / "late.jsonl").write_text(json.dumps(turn) + "\n")
+    refused("shares 13 words with an evaluation prompt", config, answered, evaluation=[tmp_path / "late.jsonl"])
+    refused("one.jsonl is not part of the run", config, answered, prompts=[tmp_path / "one.jsonl"])
+    train(config, answered, nothing, **CPU, prompts=[tmp_path / "late.jsonl"], seconds=0.0)
+    refused("holds a run already", config, answered, init=answered / "training" / "drafter")
+
 
 def test_another_schedule_on_the_same_answers_needs_its_own_training_folder(checkpoint: Path, finished: Path, answered: Path) -> None:
     shorter = tiny.config(checkpoint, training=dict(steps=2))
@@ -227,9 +238,10 @@ def test_the_command_trains_and_evaluates(
     (dict(trainer=dict(steps=1)), "trainer: unknown field"),
     (dict(training=dict(steps=0)), "training.steps: found 0, allowed: input should be greater than or equal to 1"),
     (dict(training=dict(anchors=97)), "training: anchors: found 97, allowed: at most row_length (96)"),
+    (dict(training=dict(save_every=5, log_every=3)), "training: save_every: found 5, allowed: multiples of log_every (3)"),
     (dict(answers=dict(file_answers=65)), "answers.file_answers: found 65"),
     (dict(drafter=dict(markov_head_type="lstm")), "drafter.markov_head_type: found 'lstm'"),
-    (dict(drafter=dict(target_layer_ids=[0, 5])), "taps: found [0, 5], allowed: decoder layers 0 to 1"),
+    (dict(drafter=dict(target_layer_ids=[0, 5])), "drafter.target_layer_ids: found [0, 5], allowed: 0 to 1, -1 for embeddings"),
     (dict(prompts=dict(domains=[dict(title="x", examples=["y"], template="none")])), "template: found 'none', allowed: a text with one <turn>"),
     (dict(answers=dict(temperatures=[])), "answers.temperatures"),
     (dict(target="nobody"), "target: found 'nobody', allowed: smollm2, a folder"),
