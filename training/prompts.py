@@ -109,7 +109,7 @@ def self_write(
         jobs.append((domain, _opening(domain, tokenizer, draw)))
         params.append(
             SamplingParams(
-                temperature=plan.temperature, top_p=0.95, max_tokens=plan.max_tokens, stop_token_ids=stop, seed=seed + i
+                temperature=plan.temperature, min_p=0.05, max_tokens=plan.max_tokens, stop_token_ids=stop, seed=seed + i
             )
         )
     jobs, params = jobs[part[0] :: part[1]], params[part[0] :: part[1]]
