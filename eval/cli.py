@@ -708,6 +708,96 @@ def tune(
         json_file.write_text(room.as_json(found, measured))
 
 
+@app.command()
+def simulate(
+    context_of_call: typer.Context,
+    curve: Annotated[Path, typer.Argument(help="A curve of dspark profile --json.")],
+    acceptance: Annotated[
+        Optional[Path], typer.Option(help="A trace of steps (.jsonl), dspark eval --json, or a file of suites.")
+    ] = None,
+    rates: Annotated[
+        Optional[str], typer.Option(help="Conditional rates by position, each given that all before were accepted: 0.8,0.7.")
+    ] = None,
+    survival: Annotated[
+        Optional[str], typer.Option(help="Unconditional rates by position, as vLLM logs them: 0.8,0.56.")
+    ] = None,
+    suite: Annotated[Optional[str], typer.Option(help="Only this suite of the file.")] = None,
+    temperature: Annotated[Optional[float], typer.Option(help="Of the evaluation's chains (default: its first).")] = None,
+    spread_requests: Annotated[
+        Optional[float], typer.Option(help="Rates differ between requests: standard deviation of the logit (default 0.5).")
+    ] = None,
+    spread_drafts: Annotated[
+        Optional[float], typer.Option(help="And between drafts of a request (default 1.5).")
+    ] = None,
+    confidence: Annotated[
+        str, typer.Option(help="head: the drafter knows each draft's chance, or the trace says it; none: estimated online.")
+    ] = "head",
+    k: Annotated[
+        Optional[str],
+        typer.Option("-k", "--num-speculative-tokens", help="Fixed lengths: 1,5 (default: 1 and the longest)."),
+    ] = None,
+    scheduler: Annotated[
+        str,
+        typer.Option(help="On the longest of them: async, early-stop (this curve's, or with :CURVE.json), threshold:P, "
+                     "budget:TOKENS, fixed:N, separated by commas; none."),
+    ] = "async",
+    num_requests: Annotated[
+        Optional[str], typer.Option("-b", "--num-requests", help="Closed loop: so many users (default: the curve's).")
+    ] = None,
+    rate: Annotated[Optional[str], typer.Option(help="Poisson: requests a second, 2,4,8.")] = None,
+    trace: Annotated[
+        Optional[Path], typer.Option(help='JSONL, {"arrival": 0.5, "prompt": 900, "output": 120} a line; docs/simulate.md.')
+    ] = None,
+    requests: Annotated[
+        Optional[int], typer.Option(help="Requests of each load (default: 20 a user and at least 400; 2000 at a rate).")
+    ] = None,
+    prompt: Annotated[
+        Optional[str], typer.Option(help="Tokens, 512 or 64-448 (uniform); default: the curve's longest context.")
+    ] = None,
+    output_tokens: Annotated[str, typer.Option("--output", help="Tokens, likewise.")] = "64-448",
+    max_num_requests: Annotated[
+        Optional[int], typer.Option(help="Most requests at once; others wait (default: the curve's most).")
+    ] = None,
+    prefill_rate: Annotated[
+        Optional[float],
+        typer.Option(help="Prompt tokens a second; inf: prompts are computed elsewhere (default: as the curve's largest pass)."),
+    ] = None,
+    max_prefill_tokens: Annotated[int, typer.Option(help="Prompt tokens of one pass.")] = 1024,
+    gpus: Annotated[Optional[int], typer.Option(min=1, help="That the curve is of (default: what it says, or 1).")] = None,
+    json_file: Annotated[Optional[Path], typer.Option("--json", help="Write everything to this file.")] = None,
+    plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Draw it: .svg or .png.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
+    quiet: Quiet = False,
+) -> None:
+    """Serving simulated on a cost curve: throughput against interactivity, plain, with fixed lengths and schedules."""
+    from eval import simulate as room
+    from eval import simulate_report
+    from eval.tune import Asked as Rates
+
+    if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
+        raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
+    for name, path in (("json", json_file), ("plot", plot_file)):
+        writable(name, path)
+    accepted = Rates(curve, acceptance, rates, survival, None, suite, temperature)
+    spreads = dict(spread_requests=spread_requests, spread_drafts=spread_drafts)
+    asked = room.Asked(
+        curve, accepted, confidence=confidence, k=k, scheduler=scheduler, num_requests=num_requests, rate=rate,
+        trace=trace, requests=requests, prompt=prompt, output=output_tokens, max_num_requests=max_num_requests,
+        prefill_rate=prefill_rate, max_prefill_tokens=max_prefill_tokens, gpus=gpus, seed=seed,
+        **{name: value for name, value in spreads.items() if value is not None},
+    )  # fmt: skip
+    progress, close = progress_bar(quiet)
+    try:
+        found = room.simulate(asked, context_of_call.obj, progress)
+    finally:
+        close()
+    sys.stdout.write(simulate_report.text(found))
+    if json_file is not None:
+        json_file.write_text(room.as_json(found))
+    if plot_file is not None:
+        simulate_report.plot(found, plot_file)
+
+
 def writable(name: str, path: Path | None) -> None:
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")

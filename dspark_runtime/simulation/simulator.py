@@ -30,8 +30,8 @@ from dspark_runtime.tuning.curve import Curve
 
 CPU = torch.device("cpu")
 REQUEST, UNCOMPUTED, CONTEXT, LEFT, STEPS = range(5)
-"""Lines of the state: the request's number; context tokens that a prefill pass has yet to compute; those that are in the
-cache, of all but the root; output tokens that are missing; decode steps so far."""
+"""Lines of the state: the request's number; context tokens that a prefill pass has yet to compute; those in the cache;
+output tokens that are missing; decode steps so far. The last token, the root, is no context."""
 
 
 class State(NamedTuple):
@@ -100,12 +100,11 @@ def simulate(system: System, workload: Workload, acceptance: Acceptance, seed: i
     times = np.full((5, count), math.nan)
     ready, admitted, computed, first, ended = times
     steps: list[tuple[float, float, int, int, int]] = []
-    prefill_ms, shortest_ms = 0.0, system.curve.cost(1, 1, 0, system.curve.contexts[0])
-    shortest_ms = sum(shortest_ms)
+    prefill_ms, shortest_ms = 0.0, sum(system.curve.cost(1, 1, 0, system.curve.contexts[0]))
     free_prefill = math.isinf(system.prefill_rate)
     follower = dict(zip(workload.after.tolist(), range(count)))
     follower.pop(-1, None)
-    coming = [(t, i) for i, (t, before) in enumerate(zip(workload.arrival.tolist(), workload.after.tolist())) if before < 0]
+    coming = [(float(workload.arrival[i]), i) for i in np.flatnonzero(workload.after < 0).tolist()]
     heapq.heapify(coming)
     waiting: deque[int] = deque()
     fresh: list[int] = []  # running requests without a token yet

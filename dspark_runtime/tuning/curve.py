@@ -117,7 +117,7 @@ class Curve(Strict):
     @property
     def label(self) -> str:
         """One line that says where the curve comes from."""
-        how = "performance model, nothing measured" if self.source == "model" else f"{self.repeats} repeats"
+        how = "model, nothing measured here" if self.source == "model" else f"{self.repeats} repeats"
         return f"{self.machine}: {self.target} {self.dtype}, drafter {self.drafter} ({how})"
 
     @cached_property

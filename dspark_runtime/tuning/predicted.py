@@ -68,7 +68,8 @@ def predicted_curve(
                 )  # fmt: skip
     gpus = f", {parallelism}" if parallelism.gpus > 1 else ""
     return Curve(
-        command=command, source="model", environment={"machine": hardware, "gpu": machine.title + gpus}, target=target,
+        command=command, source="model", target=target,
+        environment={"machine": hardware, "gpu": machine.title + gpus, "gpus": parallelism.gpus},
         drafter=drafter, method="dspark" if own else drafter, dtype=model.weights.experts if model.ffn.moe else "bf16",
         weights="dummy", max_depth=depth, can_tree=bool(depth), between="linear", repeats=1,
         notes=sorted(notes), points=points,
