@@ -24,6 +24,7 @@ class BatchState:
     seeds          [R] int64      key of the request's counter-based random numbers
     num_outputs    [R] int64      tokens emitted so far: the counter of this step's random draws
     max_seq_len    host int       upper bound of seq_lens
+    state_rows     [R] int64      rows of the target's recurrent states; None for targets without
     """
 
     tokens: Tensor
@@ -34,6 +35,7 @@ class BatchState:
     seeds: Tensor
     num_outputs: Tensor
     max_seq_len: int
+    state_rows: Tensor | None = None
 
     @property
     def num_requests(self) -> int:

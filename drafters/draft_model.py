@@ -40,6 +40,8 @@ class DraftModel:
         if self.model.device != device:
             raise ValueError(f"device: {self.name} is on {self.model.device}, expected the target's, {device}")
         self.kv = self.model.allocate(pages, page_size)
+        if self.kv.states is not None:  # it runs its newest tokens twice, and trees level by level
+            raise ValueError(f"drafter: {self.name} has recurrent layers, allowed: attention only (not built)")
 
     def prefill(self, batch: PassBatch, features: Tensor | None) -> None:
         self.model.forward(replace(batch, positions=self._within(batch.positions), plan=None), self.kv)

@@ -100,9 +100,12 @@ class Engine:
         if num_pages < 2:
             raise ConfigError(f"num_pages: found {num_pages}, allowed: 2 or more (page 0 is reserved)")
         self.pool = PagePool(num_pages, page_size)
-        self.cache = model.allocate(num_pages, page_size)
+        self.cache = model.allocate(num_pages, page_size, max_num_requests)
         if drafter is not None:
-            drafter.allocate(num_pages, page_size, model.device)
+            try:
+                drafter.allocate(num_pages, page_size, model.device)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
         rows, device = max_num_requests, model.device
         # One more column than the longest sequence: padding is written there.
@@ -115,6 +118,7 @@ class Engine:
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._generations = torch.full((rows,), -1, dtype=torch.int64, device=device)  # one for each stay in a row
         self._page_table = torch.full((rows, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
+        self._state_rows = torch.zeros(rows, dtype=torch.int64, device=device)  # of recurrent states: they do not move
 
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # running request i owns row i
@@ -321,6 +325,9 @@ class Engine:
         self._temperature[row] = 0.0 if request.params.is_greedy else request.params.temperature
         self._generations[row] = self._next_generation
         self._next_generation += 1
+        taken = {r.state_row for r in self._running if r is not request}
+        request.state_row = min({*range(self.max_num_requests)} - taken)
+        self._state_rows[row] = request.state_row
         self._page_table[row] = SCRATCH_PAGE
         self._sampling = None
 
@@ -351,6 +358,7 @@ class Engine:
                 self._temperature,
                 self._generations,
                 self._page_table,
+                self._state_rows,
                 *(self.scheduler.rows if self.scheduler is not None else ()),
             ):
                 buffer[row] = buffer[last]
@@ -382,7 +390,8 @@ class Engine:
         device = self.model.device
         starts = [self._running[row].computed for row in rows]
         lens = [len(c) for c in chunks]
-        table = self._page_table[torch.tensor(rows, device=device)]
+        at = torch.tensor(rows, device=device)
+        table = self._page_table[at]
         positions = [start + i for start, n in zip(starts, lens) for i in range(n)]
         owner = [i for i, n in enumerate(lens) for _ in range(n)]
         positions = torch.tensor(positions, device=device)
@@ -398,6 +407,7 @@ class Engine:
             ancestor_masks=None,
             max_query_len=max(lens),
             max_kv_len=max(a + n for a, n in zip(starts, lens)),
+            state_rows=self._state_rows[at],
         )
         active = self.drafter is not None and self.spec.num_drafts > 0
         _, features = self.model.forward(batch, self.cache, self.drafter.taps if active else ())
@@ -434,6 +444,7 @@ class Engine:
                 tokens=self._tokens[:num],
                 seq_lens=self._seq_lens[:num],
                 page_table=self._page_table[:num],
+                state_rows=self._state_rows[:num],
                 max_drafts=(self._limits[:num] - self._seq_lens[:num] - 1).clamp(min=0, max=spec.depth),
                 temperature=self._temperature[:num],
                 seeds=self._seeds[:num],

@@ -52,6 +52,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    state_row: int = 0  # of its recurrent states, while it runs
     computed: int = 0  # context tokens whose keys and values are in the cache
     finish_reason: str | None = None
     error: str | None = None

@@ -108,6 +108,8 @@ def flatten(tree: DraftTree, state: BatchState, page_size: int) -> tuple[PassBat
         ancestor_masks=None if tree.is_chain else masks,
         max_query_len=n,
         max_kv_len=state.max_seq_len - 1 + n,
+        state_rows=state.state_rows,
+        speculative=True,
     )
     return batch, rows
 
@@ -158,10 +160,16 @@ def commit(
     caches: list[KVCache],
     steps: Tensor,
 ) -> None:
-    """Append the emitted tokens to the committed ones, and make the accepted path's cache entries contiguous."""
-    if not tree.is_chain:
-        for cache in caches:
+    """Append the emitted tokens to the committed ones, make the accepted path's cache entries contiguous, and move
+    recurrent states past it."""
+    for cache in caches:
+        if not tree.is_chain:
             ops.commit_path(cache, state.page_table, state.context_lens, accepted.path)
+        if (states := cache.states) is not None:
+            records, states.records = states.records, []
+            ops.commit_states(
+                states.state, states.window, records, state.state_rows, state.context_lens, accepted.path
+            )
     width = accepted.tokens.shape[1]
     where = state.seq_lens[:, None] + torch.arange(width, device=state.tokens.device)
     where = torch.where(accepted.tokens >= 0, where, state.tokens.shape[1] - 1)  # the last column takes padding

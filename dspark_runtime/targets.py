@@ -12,8 +12,10 @@ import torch
 
 from dspark_runtime import smollm2
 from dspark_runtime.configs import load_model_config, names
+from dspark_runtime.cost.facts import is_facts
 from dspark_runtime.errors import CheckpointError, ConfigError, DownloadError
 from dspark_runtime.models.config import ModelConfig, from_hf
+from dspark_runtime.models.kimi_k3 import KimiK3, KimiK3Config, dummy_kimi_k3, kimi_k3_config
 from dspark_runtime.models.transformer import Transformer
 from dspark_runtime.weights import DummyTensors, Safetensors, read_gguf
 
@@ -28,9 +30,9 @@ class Target:
     """A model and, where the checkpoint has one, its tokenizer."""
 
     name: str
-    model: Transformer
+    model: Transformer | KimiK3
     tokenizer: PreTrainedTokenizerBase | None
-    config: ModelConfig
+    config: ModelConfig | KimiK3Config
 
 
 def load_target(
@@ -53,7 +55,7 @@ def load_target(
     if weights not in ("auto", "dummy"):
         raise ConfigError(f"weights: found {weights!r}, allowed: auto, dummy")
     if name.endswith((".yaml", ".yml")) or name in names("models"):
-        config = load_model_config(name)
+        config = target_config(name)
         if weights != "dummy":
             raise ConfigError(f"target: {name} is an architecture without weights; add --weights dummy for timing")
         return _dummy(Path(name).stem, config, torch_dtype, torch_device, seed, max_model_len)
@@ -90,8 +92,15 @@ def cache_status() -> dict[str, str]:
 
 
 def _dummy(
-    name: str, config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, max_model_len: int | None
+    name: str,
+    config: ModelConfig | KimiK3Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    max_model_len: int | None,
 ) -> Target:
+    if isinstance(config, KimiK3Config):
+        return Target(name, dummy_kimi_k3(name, config, dtype, device, seed, max_model_len), None, config)
     tensors = DummyTensors(config, seed, dtype, device)
     model = Transformer(config, tensors, name=name, dtype=dtype, device=device, max_model_len=max_model_len)
     return Target(name, model, None, config)
@@ -143,10 +152,10 @@ def _locate(name: str) -> Path:
         ) from None
 
 
-def target_config(name: str) -> ModelConfig:
+def target_config(name: str) -> ModelConfig | KimiK3Config:
     """The architecture of a target, without its weights: any name that `load_target` takes."""
     if name.endswith((".yaml", ".yml")) or name in names("models"):
-        return load_model_config(name)
+        return kimi_k3_config(name) if is_facts(name) else load_model_config(name)
     path = _locate(name)
     return read_gguf(path)[0] if path.suffix == ".gguf" else _folder_config(path)
 

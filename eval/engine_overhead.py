@@ -35,7 +35,7 @@ def null_model(like):
         num_layers, eos_token_ids = 1, ()
         device, dtype = torch.device("cpu"), torch.float32
 
-        def allocate(self, pages: int, page_size: int) -> KVCache:
+        def allocate(self, pages: int, page_size: int, requests: int = 1) -> KVCache:
             return KVCache.allocate(1, pages, page_size, 1, 1, torch.float32, "cpu")
 
         def forward(self, batch, cache, taps=()):

@@ -131,6 +131,7 @@ class Mla(Strict):
     qk_rope_head_dim: int = Field(ge=0)
     v_head_dim: int = Field(ge=1)
     gated: bool = False
+    norm_eps: float | None = Field(default=None, gt=0, description="of the norms of q's and the keys' latents")
 
     def params(self, hidden: int) -> int:
         h, out = self.heads, self.heads * self.v_head_dim
@@ -176,6 +177,7 @@ class Kda(Strict):
     head_dim: int = Field(ge=1)
     conv_kernel: int = Field(ge=1)
     gate_rank: int = Field(ge=1)
+    gate_lower_bound: float | None = Field(default=None, lt=0, description="of a step's log-decay")
 
     def params(self, hidden: int) -> int:
         width = self.heads * self.head_dim
@@ -239,6 +241,7 @@ class Moe(Strict):
     expert_hidden_size: int = Field(default=0, ge=0)
     num_shared_experts: int = Field(default=0, ge=0)
     shared_intermediate_size: int = Field(default=0, ge=0)
+    routed_scaling_factor: float = Field(default=1.0, gt=0)
 
     def expert_params(self, hidden: int) -> int:
         return 3 * (self.expert_hidden_size or hidden) * self.intermediate_size
@@ -260,9 +263,17 @@ class Moe(Strict):
         return self
 
 
+class Situ(Strict):
+    """SiTU-GLU: beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta)."""
+
+    beta: float = Field(gt=0)
+    linear_beta: float = Field(gt=0)
+
+
 class Ffn(Strict):
     dense: DenseMlp | None = None
     moe: Moe | None = None
+    situ: Situ | None = None
 
 
 class Weights(Strict):
@@ -306,6 +317,7 @@ class Architecture(Sourced):
     ffn: Ffn
     weights: Weights = Weights()
     attention_residual_block: int = Field(default=0, ge=0)
+    rms_norm_eps: float | None = Field(default=None, gt=0)
     mtp_layers: int = Field(default=0, ge=0)
     drafter: DrafterFacts | None = None
     published: Published = Published()

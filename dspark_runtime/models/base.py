@@ -23,8 +23,9 @@ class Model(Protocol):
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
 
-    def allocate(self, pages: int, page_size: int) -> KVCache:
-        """A cache of this model's shape, on its device, in its dtype."""
+    def allocate(self, pages: int, page_size: int, requests: int = 1) -> KVCache:
+        """A cache of this model's shape, on its device, in its dtype; with recurrent layers, states of so many
+        requests."""
 
     def forward(self, batch: PassBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """One pass over N new tokens, which are written to the cache.

@@ -38,7 +38,7 @@ class ScriptedModel:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
 
-    def allocate(self, pages: int, page_size: int) -> KVCache:
+    def allocate(self, pages: int, page_size: int, requests: int = 1) -> KVCache:
         cache = KVCache.allocate(1, pages, page_size, 1, 1, torch.float32, "cpu")
         cache.k.fill_(float("nan"))  # what was never written must not be read
         return cache

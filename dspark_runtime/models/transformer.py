@@ -73,7 +73,7 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _Reader:
+class TensorReader:
     """Takes tensors out of a checkpoint one by one, checked, converted and moved."""
 
     def __init__(self, tensors: Mapping[str, Tensor], source: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -83,16 +83,20 @@ class _Reader:
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
 
-    def __call__(self, key: str, shape: tuple[int, ...]) -> Tensor:
+    def __call__(self, key: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """dtype: to convert to, the reader's own if None; a packed one is taken as it is stored."""
         if key not in self._tensors:
             raise CheckpointError(f"{self._source}: {key}: missing, expected shape {list(shape)}")
         tensor = self._tensors[key]
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{self._source}: {key}: found shape {list(tensor.shape)}, expected {list(shape)}")
-        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        dtype = dtype or self._dtype
+        if dtype.itemsize == 1 and tensor.dtype != dtype:
+            raise CheckpointError(f"{self._source}: {key}: found dtype {tensor.dtype}, expected {dtype}")
+        if dtype.itemsize > 1 and tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise CheckpointError(f"{self._source}: {key}: found dtype {tensor.dtype}, expected 16 bits or more of floating point")
         self.taken.add(key)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=dtype)
 
     def finish(self) -> None:
         """Raise for the first tensor that nothing asked for."""
@@ -101,7 +105,7 @@ class _Reader:
                 raise CheckpointError(f"{self._source}: {key}: not a tensor of this architecture")
 
 
-def _stacked_experts(take: _Reader, prefix: str, c: ModelConfig) -> tuple[Tensor, Tensor]:
+def _stacked_experts(take: TensorReader, prefix: str, c: ModelConfig) -> tuple[Tensor, Tensor]:
     """(gate_up, down) of a layer, from stacked tensors or from one set per expert."""
     e, i, h = c.num_experts, c.moe_intermediate_size, c.hidden_size
     if f"{prefix}gate_up_proj" in take:
@@ -114,7 +118,7 @@ def _stacked_experts(take: _Reader, prefix: str, c: ModelConfig) -> tuple[Tensor
     return torch.stack(gate_up), torch.stack(down)
 
 
-def _read_layer(take: _Reader, c: ModelConfig, index: int) -> Layer:
+def _read_layer(take: TensorReader, c: ModelConfig, index: int) -> Layer:
     shapes = layer_shapes(c, index)
     prefix = f"model.layers.{index}."
 
@@ -174,7 +178,7 @@ class Transformer:
         self.max_model_len = max_model_len or limit
         self.eos_token_ids = c.eos_token_ids
 
-        take = _Reader(tensors, source or name, dtype, self.device)
+        take = TensorReader(tensors, source or name, dtype, self.device)
         vocab = (c.vocab_size, c.hidden_size)
         self.embed = take("model.embed_tokens.weight", vocab)
         self.layers = [_read_layer(take, c, i) for i in range(c.num_hidden_layers)]
@@ -192,7 +196,7 @@ class Transformer:
         kv = c.num_key_value_heads * c.head_dim
         self._qkv_split = (c.num_attention_heads * c.head_dim, kv, kv)
 
-    def allocate(self, pages: int, page_size: int) -> KVCache:
+    def allocate(self, pages: int, page_size: int, requests: int = 1) -> KVCache:
         c = self.config
         return KVCache.allocate(
             c.num_hidden_layers, pages, page_size, c.num_key_value_heads, c.head_dim, self.dtype, self.device

@@ -96,7 +96,11 @@ class Written:
 
 
 def make_pass(
-    counts: list[int], contexts: list[int], rows: list[int], trees: list[TreeSpec] | None = None, speculative: bool = True
+    counts: list[int],
+    contexts: list[int],
+    rows: list[int],
+    trees: list[TreeSpec] | None = None,
+    speculative: bool = True,
 ) -> PassBatch:
     """A pass without pages: what recurrent layers need of it."""
     masks = None

@@ -118,7 +118,7 @@ def test_situ() -> None:
 
 def test_routing_picks_by_the_biased_score_and_weighs_by_the_score() -> None:
     g = torch.Generator().manual_seed(0)
-    x, router = torch.randn(20, 8, generator=g, dtype=torch.float64), torch.randn(11, 8, generator=g, dtype=torch.float64)
+    x, router = (torch.randn(n, 8, generator=g, dtype=torch.float64) for n in (20, 11))
     bias = torch.randn(11, generator=g)
     weights, ids = ops.sigmoid_route(x, router, bias, 3, 2.5)
     scores = 1 / (1 + np.exp(-(x.numpy() @ router.numpy().T)))

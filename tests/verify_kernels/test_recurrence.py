@@ -203,11 +203,12 @@ def test_a_thousand_events_leave_float32_states_at_rounding() -> None:
 
 
 def test_bytes_that_decided() -> None:
-    """The record of a token against the state of a node, at Kimi-K3's head of 128 channels (see the module's docstring)."""
+    """The record of a token against the state of a node, at Kimi-K3's heads of 128 channels (see `recurrence`)."""
     layer = Layer.random(1, 128, 4, 0, torch.float32)
     state, window = poisoned(layer, 1, torch.float32)
     batch = make_pass([2], [0], [0])
-    _, records = ops.kda_verify(*layer.tokens(2, 0, torch.float32), *layer.arguments(), state, window, ops.plan_recurrence(batch, 4))
+    tokens, plan = layer.tokens(2, 0, torch.float32), ops.plan_recurrence(batch, 4)
+    _, records = ops.kda_verify(*tokens, *layer.arguments(), state, window, plan)
     assert isinstance(records, Records)
     token = sum(x[0, 0].numel() * x.element_size() for x in (records.keys, records.log_decay, records.updates))
     assert (token, state[0].numel() * state.element_size()) == (1536, 65536)
@@ -222,6 +223,10 @@ def test_passes_that_recurrent_layers_cannot_take() -> None:
     batch.first_query = 1
     with pytest.raises(ValueError, match="first_query: found 1, allowed: 0"):
         recurrence.plan_recurrence(batch, 4)
+    plan = ops.plan_recurrence(make_pass([3], [0], [0], [TreeSpec((-1, 0, 0))]), 4)
+    layer = Layer.random(1, 4, 4, 0)
+    with pytest.raises(ValueError, match="ancestor_masks: found a tree of committed tokens"):
+        ops.kda_prefill(*layer.tokens(3, 0), *layer.arguments(), *poisoned(layer, 1), plan)
 
 
 def test_gated_norm() -> None:

@@ -71,7 +71,8 @@ def mxfp4_experts(
     out = torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
     for e in ids.unique().tolist():
         rows, ranks = (ids == e).nonzero(as_tuple=True)
-        w1, w2 = dequantize_mxfp4(gate_up[e], gate_up_scale[e], x.dtype), dequantize_mxfp4(down[e], down_scale[e], x.dtype)
+        w1 = dequantize_mxfp4(gate_up[e], gate_up_scale[e], x.dtype)
+        w2 = dequantize_mxfp4(down[e], down_scale[e], x.dtype)
         y = F.linear(situ_and_mul(F.linear(x[rows], w1), beta, linear_beta), w2)
         out.index_add_(0, rows, y.to(out.dtype) * weights[rows, ranks, None])
     return out.to(x.dtype)

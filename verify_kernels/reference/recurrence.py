@@ -239,7 +239,10 @@ def kda_prefill(
     window: Tensor,
     plan: RecurrencePlan,
 ) -> Tensor:
-    """As `kda_verify`, over a chain of committed tokens of any length: state and window are moved past them."""
+    """As `kda_verify`, over a chain of committed tokens of any length: state and window are moved past them. A tree
+    raises ValueError: which of its tokens are committed is not known."""
+    if plan.ancestors is not None:
+        raise ValueError("ancestor_masks: found a tree of committed tokens, allowed: a chain, or a speculative pass")
     start, before = _begin(plan.rows, plan.fresh, state, window)
     inputs, q, k, v, log_decay, beta = _prepare(
         x, raw_gate, raw_beta, conv, a_log, dt_bias, lower_bound, before, plan
