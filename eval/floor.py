@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dspark_runtime.configs import read_yaml
 from verify_kernels import ops
+from verify_kernels.quantized import Quantized
 
 HARDWARE = Path(__file__).resolve().parent.parent / "configs" / "hardware"
 
@@ -68,17 +69,17 @@ def floor_ms(ceilings: Ceilings, passes: list[tuple[ModelCost, float, float, flo
     )
 
 
-def weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """(path, tensor) of every distinct floating-point tensor that a model holds in public attributes, lists or
-    dictionaries; private ones are tables and buffers."""
+def weights(model: Any) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """(path, tensor) of every distinct floating-point tensor, and of every quantised one, that a model holds in public
+    attributes, lists or dictionaries; private ones are tables and buffers."""
     seen: set[int] = set()
 
     def walk(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
         if id(value) in seen:
             return
-        if isinstance(value, Tensor):
+        if isinstance(value, (Tensor, Quantized)):
             seen.add(id(value))
-            if value.is_floating_point():
+            if isinstance(value, Quantized) or value.is_floating_point():
                 yield path, value
         elif isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
@@ -118,10 +119,10 @@ def model_cost(model: Any, kv_bytes_per_token: int) -> ModelCost:
             continue
         if w.dim() == 3:
             num_experts = w.shape[0]
-            experts += w.numel() * w.element_size()
+            experts += w.nbytes
             flops += 2 * w.numel() // num_experts * per_token
         else:
-            dense += w.numel() * w.element_size()
+            dense += w.nbytes
             flops += 2 * w.numel()
     return ModelCost(dense, experts, num_experts, per_token, flops, kv_bytes_per_token)
 

@@ -82,6 +82,22 @@ def _refuse(found: Any, unsupported: bool, field: str, where: str, allowed: str)
         raise ConfigError(f"{where}: {field}: found {found!r}, allowed: {allowed}")
 
 
+def _check_quantization(found: Any, where: str) -> None:
+    """Which quantised weights are read; how they are stored shows in the tensors' names."""
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    field, allowed = "quantization_config", "none, fp8 in blocks of 128 x 128, compressed-tensors of mxfp4-pack-quantized"
+    _refuse(method, method not in ("fp8", "compressed-tensors"), f"{field}.quant_method", where, allowed)
+    if method == "fp8":
+        block = found.get("weight_block_size")
+        _refuse(block, block != [128, 128], f"{field}.weight_block_size", where, "[128, 128] with fp8")
+        _refuse(found.get("fmt"), found.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"), f"{field}.fmt", where, "e4m3")
+    else:
+        form = found.get("format")
+        _refuse(form, form != "mxfp4-pack-quantized", f"{field}.format", where, "mxfp4-pack-quantized")
+
+
 def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     """From a checkpoint's config.json (transformers 4 and 5 spellings)."""
     names = config.get("architectures") or []
@@ -101,9 +117,7 @@ def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     _refuse(layer_types, set(layer_types) - {"full_attention"}, "layer_types", where, "full_attention")
     partial = config.get("partial_rotary_factor", 1.0)
     _refuse(partial, partial != 1.0, "partial_rotary_factor", where, "1.0")
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-    _refuse(method, quantized is not None, "quantization_config", where, "none (16- or 32-bit weights)")
+    _check_quantization(config.get("quantization_config"), where)
     eos = config.get("eos_token_id")
     heads = config.get("num_attention_heads")
     values: dict[str, Any] = {

@@ -14,12 +14,14 @@ from dspark_runtime.forced_routing import ForcedRouting
 from dspark_runtime.models.config import ModelConfig
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
+from verify_kernels.quantized import BLOCK, GROUP, Fp8Blocks, Mxfp4, Quantized, join_rows, stack
 from verify_kernels.rope import cos_sin_table
 
 
 @dataclass
 class Layer:
-    """Weights of one block. qkv and gate_up are merged; with experts, gate_up is [E, 2 I, H] and down [E, H, I]."""
+    """Weights of one block. qkv and gate_up are merged; with experts, gate_up is [E, 2 I, H] and down [E, H, I], and may
+    be quantised."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -30,8 +32,8 @@ class Layer:
     k_norm: Tensor | None
     post_norm: Tensor
     router: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | Quantized
+    down: Tensor | Quantized
 
 
 def layer_shapes(c: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
@@ -98,6 +100,46 @@ class TensorReader:
         self.taken.add(key)
         return tensor.to(device=self._device, dtype=dtype)
 
+    def stored(self, key: str, shape: tuple[int, ...]) -> Tensor | Quantized:
+        """A tensor; a matrix [N, K] or a stack of them is quantised if the checkpoint has it so."""
+        if len(shape) < 2:
+            return self(key, shape)
+        *lead, n, k = shape
+        packed, scale = (key.removesuffix("weight") + name for name in ("weight_packed", "weight_scale"))
+        if f"{key}_scale_inv" in self:
+            values = self(key, shape, torch.float8_e4m3fn)
+            return Fp8Blocks(values, self(f"{key}_scale_inv", (*lead, -(-n // BLOCK), -(-k // BLOCK)), torch.float32))
+        if packed in self:
+            if k % GROUP:
+                raise CheckpointError(f"{self._source}: {packed}: {k} columns, expected multiples of {GROUP}")
+            values = self(packed, (*lead, n, k // 2), torch.uint8)
+            return Mxfp4(values, self(scale, (*lead, n, k // GROUP), torch.uint8))
+        return self(key, shape)
+
+    def plain(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        """As `stored`, dequantised."""
+        weight = self.stored(key, shape)
+        return weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
+
+    def experts(self, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor | Quantized, Tensor | Quantized]:
+        """(gate_up, down) of a layer, from stacked tensors or from one set per expert; as quantised as they are stored."""
+        if f"{prefix}gate_up_proj" in self:
+            gate_up = self.stored(f"{prefix}gate_up_proj", (count, 2 * inner, hidden))
+            return gate_up, self.stored(f"{prefix}down_proj", (count, hidden, inner))
+        parts = []
+        for e in range(count):
+            gate, up = (self.stored(f"{prefix}{e}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up"))
+            parts.append((gate, up, self.stored(f"{prefix}{e}.down_proj.weight", (hidden, inner))))
+        kinds = sorted({getattr(part, "kind", "16 bits or more") for expert in parts for part in expert})
+        if len(kinds) > 1:
+            raise CheckpointError(f"{self._source}: {prefix}*: found experts in {' and '.join(kinds)}, expected one kind")
+        if isinstance(parts[0][0], Tensor):
+            return torch.stack([torch.cat(both) for *both, _ in parts]), torch.stack([down for *_, down in parts])
+        try:
+            return stack([join_rows(both) for *both, _ in parts]), stack([down for *_, down in parts])
+        except ValueError as error:
+            raise CheckpointError(f"{self._source}: {prefix}*: {error}") from None
+
     def finish(self) -> None:
         """Raise for the first tensor that nothing asked for."""
         for key in self._tensors:
@@ -105,32 +147,19 @@ class TensorReader:
                 raise CheckpointError(f"{self._source}: {key}: not a tensor of this architecture")
 
 
-def _stacked_experts(take: TensorReader, prefix: str, c: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(gate_up, down) of a layer, from stacked tensors or from one set per expert."""
-    e, i, h = c.num_experts, c.moe_intermediate_size, c.hidden_size
-    if f"{prefix}gate_up_proj" in take:
-        return take(f"{prefix}gate_up_proj", (e, 2 * i, h)), take(f"{prefix}down_proj", (e, h, i))
-    gate_up, down = [], []
-    for x in range(e):
-        gate, up = (take(f"{prefix}{x}.{name}_proj.weight", (i, h)) for name in ("gate", "up"))
-        gate_up.append(torch.cat((gate, up)))
-        down.append(take(f"{prefix}{x}.down_proj.weight", (h, i)))
-    return torch.stack(gate_up), torch.stack(down)
-
-
 def _read_layer(take: TensorReader, c: ModelConfig, index: int) -> Layer:
     shapes = layer_shapes(c, index)
     prefix = f"model.layers.{index}."
 
     def get(name: str) -> Tensor | None:
-        return take(prefix + name, shapes[name]) if name in shapes else None
+        return take.plain(prefix + name, shapes[name]) if name in shapes else None
 
     def merged(names: list[str]) -> Tensor | None:
         parts = [get(name) for name in names]
         return None if parts[0] is None else torch.cat(parts)
 
     if c.is_moe(index):
-        gate_up, down = _stacked_experts(take, f"{prefix}mlp.experts.", c)
+        gate_up, down = take.experts(f"{prefix}mlp.experts.", c.num_experts, c.moe_intermediate_size, c.hidden_size)
     else:
         gate_up, down = merged(["mlp.gate_proj.weight", "mlp.up_proj.weight"]), get("mlp.down_proj.weight")
     return Layer(
