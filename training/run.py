@@ -143,7 +143,7 @@ def _write_prompts(
         raise ConfigError("prompts: found none, allowed: prompts.self_written above 0 in the recipe, or --prompts FILE")
     import random
 
-    prompts = list(found.values())
+    prompts = [found[turn] for turn in sorted(found)]  # whoever wrote them
     random.Random(config.seed).shuffle(prompts)
     write(folder / "prompts.jsonl", prompts)
     for path in folder.glob("prompts-part-*.jsonl"):
@@ -277,7 +277,7 @@ def _json(path: Path, value: Any) -> None:
 
 def _summary(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """Counts of what the folder holds: prompts by source, answers (fewer than asked for where a prompt was too long),
-    tokens, and where training stands."""
+    tokens, and where training stands. Also kept in the folder."""
     from collections import Counter
 
     from training.rollout import jobs, load_shards, read_prompts
@@ -297,4 +297,5 @@ def _summary(config: TrainConfig, folder: Path) -> dict[str, Any]:
     held = folder / "training" / "held_out.json"
     if held.is_file():
         found["held_out"] = json.loads(held.read_text())
+    _json(folder / "summary.json", found)
     return found

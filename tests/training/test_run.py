@@ -20,6 +20,7 @@ from dspark_runtime.engine import Engine
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.sampling import SamplingParams
 from dspark_runtime.targets import load_target
+from eval.card import card
 from tests.eval.test_cli import dspark
 from tests.training import tiny
 from training.run import train
@@ -33,7 +34,9 @@ def nothing(*_: Any) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Files, but for the summary, which every call writes anew."""
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "summary.json")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
@@ -229,6 +232,16 @@ def test_the_command_trains_and_evaluates(
     assert [r["shape"] for r in json.loads(Path("e.json").read_text())["results"]] == ["chain", "tree-8"] * 2
     assert len(json.loads((Path(drafter) / "calibration.json").read_text())["temperatures"]) == 4
     capsys.readouterr()
+
+    text = card(Path(drafter), Path("run"), [Path("e.json")])
+    rows = json.loads(Path("e.json").read_text())["results"]
+    for row in rows:
+        al = f"{row['spec_decode_acceptance_length']:.2f}"
+        assert f"| {row['temperature']:g} | {row['shape']} | {al} | {al} |" in text
+    assert f"{summary['answers']:,} answers" in text and "| 1 | own.jsonl |" in text and " steps of fit" in text
+    with pytest.raises(ConfigError, match="recipe.yaml: not JSON|not a file of `dspark eval --json`"):
+        card(Path(drafter), Path("run"), [Path("run/summary.json")])
+
     again = ["--init", drafter]
     assert dspark("train", "recipe.yaml", "--out", "second", "--prompts", "own.jsonl", *again, *here) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 8
