@@ -24,6 +24,16 @@ mv "$work/new/vllm" "$site/"
 # The local version is how vLLM knows a CPU build.
 mv "$work"/new/vllm-0.33.0.dist-info "$site/vllm-0.33.0+cpu.dist-info"
 sed -i 's/^Version: .*/Version: 0.33.0+cpu/' "$site/vllm-0.33.0+cpu.dist-info/METADATA"
+# 0.33 norms the keys of all draft layers at once, each with its own weight; 0.32's library reads the first layer's only.
+"$venv/bin/python" - "$site/vllm/_custom_ops.py" <<'END'
+import pathlib, sys
+path, call = pathlib.Path(sys.argv[1]), "torch.ops._C.rms_norm({}, epsilon)\n"
+old, new = call.format("out, input, weight"), call.format("out[i], input[i].contiguous(), weight[i]")
+text = path.read_text()
+assert text.count("    " + old) == 1
+grouped = f"    for i in range(len(weight) if weight is not None and weight.dim() == 2 else 0):\n        {new}"
+path.write_text(text.replace("    " + old, f"{grouped}    if weight is None or weight.dim() < 2:\n        {old}"))
+END
 cp "$here/triton_on_cpu.py" "$site/sitecustomize.py"
 # The plugin, from this checkout; what it imports is there already.
 "$venv/bin/pip" install -q --no-deps -e "$here/../.."

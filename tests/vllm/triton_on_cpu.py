@@ -9,10 +9,13 @@ import os
 
 def pretend() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    from types import SimpleNamespace
+
     import numpy
     import triton.backends
     import triton.language as tl
     from triton.language.extra import libdevice
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpreterBuilder
 
     class Driver:
@@ -39,6 +42,25 @@ def pretend() -> None:
 
     with_bool_mask("create_masked_load", 1)
     with_bool_mask("create_masked_store", 2)
+    # The interpreter patches Triton's language again at every call between functions, which takes most of its time.
+    patch, running = interpreter._patch_lang, []
+
+    def patch_once(fn):
+        if running:
+            return None
+        scope = patch(SimpleNamespace(__globals__=dict(tl=tl, core=tl.core)))
+        restore = scope.restore
+
+        def end() -> None:
+            running.clear()
+            restore()
+
+        scope.restore = end
+        running.append(scope)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
     # What the interpreter's library lacks.
     libdevice.log1p = lambda x, _semantic=None: tl.log(x + 1.0)
     libdevice.expm1 = lambda x, _semantic=None: tl.exp(x) - 1.0
