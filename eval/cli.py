@@ -303,6 +303,10 @@ def evaluate(
         typer.Option(help="Fit the confidence's temperatures on this prompt file; writes calibration.json."),
     ] = None,
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Write the rows to this file.")] = None,
+    trace_file: Annotated[
+        Optional[Path],
+        typer.Option("--trace", help="Write every step of the chains to this file (.jsonl), for tune and simulate."),
+    ] = None,
     plot_file: Annotated[Optional[Path], typer.Option("--plot", help="Draw survival and AL: .png or .svg.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -312,6 +316,8 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """AL, acceptance by position, confidence and speed of a drafter on prompts, as chain and as grown trees."""
+    import json
+
     flags = dict(
         target=target,
         drafter=drafter,
@@ -340,6 +346,13 @@ def evaluate(
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
 
+    if trace_file is not None:
+        writable("trace", trace_file)
+        if settings.scheduler != "none" or "chain" not in settings.trees:
+            raise DsparkError("trace: found with a scheduler or without chains, allowed: chains, all of them verified")
+        if trace_file.suffix != ".jsonl":
+            raise DsparkError(f"trace: found {str(trace_file)!r}, allowed: a file that ends in .jsonl")
+
     from eval import evaluate_report
     from eval.environment import write_result
     from eval.evaluate import evaluate as run_eval
@@ -352,6 +365,8 @@ def evaluate(
     evaluate_report.show(found)
     if json_file is not None:
         write_result(json_file, context_of_call.obj, [row.model_dump() for row in found.rows], **found.facts)
+    if trace_file is not None:
+        trace_file.write_text("".join(json.dumps(line) + "\n" for line in found.trace))
     if plot_file is not None:
         evaluate_report.plot(found, plot_file)
 

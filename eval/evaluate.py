@@ -44,11 +44,13 @@ class Shape:
 
 @dataclass
 class Evaluation:
-    """fitted: the calibration that this run wrote."""
+    """fitted: the calibration that this run wrote. trace: every request's step of the chains, as `read_trace` of
+    `dspark_runtime.tuning.acceptance` takes them; None where a scheduler trimmed them."""
 
     rows: list[EvalRow]
     fitted: calibration.Calibration | None
     facts: dict[str, object]
+    trace: list[dict[str, object]] | None = None
 
 
 class Timed(NamedTuple):
@@ -179,6 +181,27 @@ def steps_of(records: Sequence[StepRecord], depth: int, head: bool) -> Steps:
     return Steps(emitted, np.where(stopped, emitted, accepted), judged, logits)
 
 
+def trace_of(
+    records: Sequence[StepRecord], suite: str, head: bool, temperatures: Sequence[float] | None
+) -> list[dict[str, object]]:
+    """A line for each request's step: what was judged of its drafts, with the scaled confidence of a head."""
+    lines = []
+    for r in records:
+        for i, request in enumerate(r.request_ids):
+            stopped = r.emitted[i] <= r.accepted[i]
+            drafted = r.emitted[i] if stopped else r.drafted[i]
+            line = dict(request=request, suite=suite, accepted=r.emitted[i] if stopped else r.accepted[i])
+            if head:
+                c = np.array(r.confidence[i][:drafted]).clip(2.0**-24, 1 - 2.0**-24)
+                t = np.array(temperatures[:drafted]) if temperatures else 1.0
+                c = 1 / (1 + np.exp(-(np.log(c) - np.log1p(-c)) / t))
+                line["confidence"] = [round(x, 5) for x in c.tolist()]
+            else:
+                line["drafted"] = drafted
+            lines.append(line)
+    return lines
+
+
 # ------------------------------------------------------------------------------------------------------ the numbers
 
 
@@ -296,12 +319,20 @@ def measure(
         progress(text, done, total)
         return finished
 
-    def accepted(prompts: list[list[int]], shape: Shape, temperature: float, what: str) -> Steps:
+    trace: list[dict[str, object]] | None = [] if scheduled is None else None
+
+    def accepted(
+        prompts: list[list[int]], shape: Shape, temperature: float, what: str, suite: str | None = None
+    ) -> Steps:
         with_head = head and shape.spec.is_chain
         runner = hybrid if shape.hybrid else engine
         runner.record_confidence = with_head
         records = roll_out(runner, shape.spec, prompts, config, temperature, tick(what), schedulers.get(shape))
         runner.record_confidence = False
+        if suite is not None and trace is not None and shape.name == "chain":
+            several = len(config.temperature) > 1
+            where = f"{suite}, T={temperature:g}" if several else suite
+            trace.extend(trace_of(records, where, with_head, temperatures))
         return steps_of(records, shape.spec.depth, with_head)
 
     fitted = None
@@ -318,7 +349,7 @@ def measure(
             here = f"{name}, T={temperature:g}"
             found = []
             for shape in lines:
-                steps = accepted(ids[suite], shape, temperature, f"{here}, {shape.name}")
+                steps = accepted(ids[suite], shape, temperature, f"{here}, {shape.name}", name)
                 numbers = acceptance_numbers(steps, shape.spec.depth)
                 found.append(numbers | confidence_numbers(steps, temperatures))
             if timed[suite]:
@@ -343,7 +374,8 @@ def measure(
                         **numbers,
                     )
                 )
-    return Evaluation(rows, fitted, dict(device=str(model.device), seed=config.seed, cuda_graph=cuda_graph))
+    facts = dict(device=str(model.device), seed=config.seed, cuda_graph=cuda_graph)
+    return Evaluation(rows, fitted, facts, trace)
 
 
 def speed(

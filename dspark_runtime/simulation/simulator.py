@@ -189,8 +189,8 @@ class Chooser:
         self.scheduler.start(spec, generations, calibrated)
         rows = len(generations)
         self._nodes = np.arange(spec.num_nodes)
-        self._tokens = torch.ones(rows, spec.num_nodes, dtype=torch.int64)
-        self._parents = spec.parents_on(CPU).expand(rows, -1)
+        self._tokens = np.ones((rows, spec.num_nodes), dtype=np.int64)
+        self._parents = np.tile(np.array(spec.parents), (rows, 1))
         self._depth = spec.depth
 
     def verified(self, drawn: Drawn, limit: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
@@ -198,14 +198,14 @@ class Chooser:
         rows = len(limit)
         tokens, parents = self._tokens[:rows], self._parents[:rows]
         if limit.min() < self._depth:
-            inside = torch.from_numpy(self._nodes <= limit[:, None])
-            tokens, parents = torch.where(inside, tokens, -1), torch.where(inside, parents, -1)
+            inside = self._nodes <= limit[:, None]
+            tokens, parents = np.where(inside, tokens, -1), np.where(inside, parents, -1)
         confidence = None
         if drawn.confidence is not None:
             confidence = np.ones((rows, len(self._nodes)), dtype=np.float32)
             confidence[:, 1:] = drawn.confidence
             confidence = torch.from_numpy(confidence)
-        count = torch.from_numpy(limit + 1)
+        tokens, parents, count = map(torch.from_numpy, (tokens, parents, limit + 1))
         tree = DraftTree(tokens, parents, count, self._depth, is_chain=True, confidence=confidence)
         self._tree = self.scheduler.schedule(tree, State(torch.from_numpy(context_lens)))
         return self._tree.num_nodes.numpy() - 1

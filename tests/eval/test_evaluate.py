@@ -25,9 +25,11 @@ from dspark_runtime.sampling import SamplingParams
 from eval.evaluate import (
     SUITES, Shape, Timed, acceptance_numbers, budget, confidence_numbers, measure, read_suites, roll_out, shapes,
     speed_numbers, steps_of,
+    trace_of,
 )  # fmt: skip
 from eval.evaluate_report import plot, tables
 from dspark_runtime.prompts import DEFAULT, PromptSet, load_prompts
+from dspark_runtime.tuning.acceptance import read_acceptance
 from eval.schema import EvalConfig, EvalRow
 from tests.drafters.dspark_cases import DEEPSPEC, V, block_tensors, eagle_tensors, target, write
 from tests.drafters.scripted_cases import PROMPT, STREAM, logits, right_for
@@ -126,6 +128,27 @@ def test_confidence_is_held_against_the_prefixes() -> None:
     assert scaled["ece_before"] == found["ece_before"]
 
 
+def test_a_trace_says_what_was_judged(tmp_path: Path) -> None:
+    """Two whole steps, one that was stopped by its second draft, one without drafts; temperatures scale the logits."""
+    records = [
+        StepRecord([4, 5], [2, 2], [2, 0], [3, 1], 6, 9, confidence=[[0.8, 0.5], [0.6, 0.5]]),
+        StepRecord([4], [3], [3], [2], 4, 9, confidence=[[0.9, 0.5, 0.1]]),
+        StepRecord([5], [0], [0], [1], 1, 9, confidence=[[]]),
+    ]
+    plain = [dict(request=r, suite="s", accepted=a) for r, a in ((4, 2), (5, 0), (4, 2), (5, 0))]
+    drafted = [2, 2, 2, 0]
+    assert trace_of(records, "s", False, None) == [line | {"drafted": d} for line, d in zip(plain, drafted)]
+    raw = [[0.8, 0.5], [0.6, 0.5], [0.9, 0.5], []]
+    assert trace_of(records, "s", True, None) == [line | {"confidence": c} for line, c in zip(plain, raw)]
+    scaled = trace_of(records, "s", True, [0.5, 1.0, 1.0])
+    squared = [round(x * x / (x * x + (1 - x) ** 2), 5) for x in (0.8, 0.6, 0.9)]  # sigmoid(2 z)
+    assert [line["confidence"][:1] for line in scaled] == [[x] for x in squared] + [[]]
+    file = tmp_path / "t.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in scaled))
+    (suite,) = read_acceptance(file)
+    assert suite.survival == (0.5, 0.5) and suite.drafted.tolist() == drafted and suite.requests.tolist() == [4, 5, 4, 5]
+
+
 def test_speed_is_tokens_over_seconds_and_spreads_over_prompts() -> None:
     found = speed_numbers([Timed(30, 1.0), Timed(20, 1.0)], [Timed(20, 2.0), Timed(40, 2.0)])
     assert found["output_throughput"] == 25 and found["plain_throughput"] == 15
@@ -175,6 +198,12 @@ def test_every_shape_and_temperature_has_a_row(pair: tuple[SimpleNamespace, Path
         assert (r.ece_before is not None) == (r.shape == "chain") and r.ece_after is None
         assert EvalRow.model_validate(json.loads(r.model_dump_json())) == r
     assert seen[-1][0] == seen[-1][1] and [d for d, _ in seen] == sorted(d for d, _ in seen)
+    chains = [r for r in found.rows if r.shape == "chain"]
+    for r in chains:
+        lines = [line for line in found.trace if line["suite"] == f"{r.suite}, T={r.temperature:g}"]
+        assert len(lines) == r.steps and len({line["request"] for line in lines}) == r.num_prompts
+        assert sum(line["accepted"] + 1 for line in lines) == r.tokens and all(line["confidence"] for line in lines)
+    assert sum(r.steps for r in chains) == len(found.trace)
     titles = [t.title for t in tables(found)]
     assert titles == ["Acceptance and speed", "Acceptance by position", "Confidence"]
     plot(found, tmp_path / "eval.png")
