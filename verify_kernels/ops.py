@@ -43,8 +43,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "sigmoid_and_mul": latent.sigmoid_and_mul,
     "attention_residual": latent.attention_residual,
     "situ_and_mul": latent_moe.situ_and_mul,
-    "sigmoid_route": latent_moe.sigmoid_route,
-    "mxfp4_experts": latent_moe.mxfp4_experts,
+    "situ_experts": latent_moe.situ_experts,
     "plan_recurrence": recurrence.plan_recurrence,
     "kda_verify": recurrence.kda_verify,
     "kda_prefill": recurrence.kda_prefill,
@@ -123,8 +122,7 @@ head_linear = _op("head_linear")
 sigmoid_and_mul = _op("sigmoid_and_mul")
 attention_residual = _op("attention_residual")
 situ_and_mul = _op("situ_and_mul")
-sigmoid_route = _op("sigmoid_route")
-mxfp4_experts = _op("mxfp4_experts")
+situ_experts = _op("situ_experts")
 plan_recurrence = _op("plan_recurrence")
 kda_verify = _op("kda_verify")
 kda_prefill = _op("kda_prefill")

@@ -22,12 +22,9 @@ from dspark_runtime.forced_routing import ForcedRouting
 from dspark_runtime.models.transformer import TensorReader
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch, RecurrentStates
+from verify_kernels.quantized import GROUP, Mxfp4
 from verify_kernels.reference.attention import AttentionPlan
-from verify_kernels.reference.latent_moe import GROUP
 from verify_kernels.reference.recurrence import RecurrencePlan
-
-FP4, E8M0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
-
 
 @dataclass(frozen=True)
 class KimiK3Config:
@@ -117,7 +114,7 @@ def kimi_k3_config(name: str) -> KimiK3Config:
 WIDE = "wide"  # kept in float32 whatever the model's dtype
 
 Kind = torch.dtype | str | None
-"""dtype of a tensor: a packed one, WIDE, or None for the model's."""
+"""dtype of a tensor: torch.uint8 for packed ones, WIDE, or None for the model's."""
 
 Take = Callable[[str], Tensor]
 """Reads the tensor of a name."""
@@ -161,8 +158,8 @@ def tensor_shapes(c: KimiK3Config) -> dict[str, tuple[tuple[int, ...], Kind]]:
             shapes[f"{block}gate.e_score_correction_bias"] = ((moe.num_experts,), WIDE)
             for name, rows, columns in (("gate_up", 2 * inner, latent), ("down", latent, inner)):
                 experts = f"{block}experts.{name}.weight"
-                shapes[f"{experts}_packed"] = ((moe.num_experts, rows, columns // 2), FP4)
-                shapes[f"{experts}_scale"] = ((moe.num_experts, rows, columns // GROUP), E8M0)
+                shapes[f"{experts}_packed"] = ((moe.num_experts, rows, columns // 2), torch.uint8)
+                shapes[f"{experts}_scale"] = ((moe.num_experts, rows, columns // GROUP), torch.uint8)
         else:
             inner = c.dense.intermediate_size
             put(f"{layer}mlp.", gate_proj=(inner, h), up_proj=(inner, h), down_proj=(h, inner))
@@ -184,11 +181,11 @@ class DummyTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         shape, kind = self._shapes[key]
-        if kind == E8M0:
-            return torch.full(shape, 127 - 7, dtype=torch.uint8, device=self._device).view(E8M0)
+        if key.endswith("weight_scale"):
+            return torch.full(shape, 127 - 7, dtype=torch.uint8, device=self._device)
         generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + self._order[key])
-        if kind == FP4:
-            return torch.empty(shape, dtype=torch.uint8, device=self._device).random_(generator=generator).view(FP4)
+        if kind == torch.uint8:
+            return torch.empty(shape, dtype=torch.uint8, device=self._device).random_(generator=generator)
         values = torch.empty(shape, dtype=_wide(self._dtype) if kind == WIDE else self._dtype, device=self._device)
         if "norm" in key:
             return values.fill_(1)
@@ -249,10 +246,8 @@ class LatentMoe:
     router: Tensor
     bias: Tensor
     down_proj: Tensor
-    gate_up: Tensor
-    gate_up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
+    gate_up: Mxfp4
+    down: Mxfp4
     norm: Tensor
     up_proj: Tensor
     shared: GatedMlp
@@ -415,11 +410,15 @@ class KimiK3:
 
     def _moe(self, x: Tensor, w: LatentMoe, batch: PassBatch, forced: Tensor | None) -> Tensor:
         moe, situ = self.config.moe, self.config.situ
-        weights, ids = ops.sigmoid_route(x, w.router, w.bias, moe.num_experts_per_tok, moe.routed_scaling_factor)
+        wide = _wide(x.dtype)  # router logits are not rounded
+        logits = ops.linear(x.to(wide), w.router.to(wide))
+        weights, ids = ops.moe_route(
+            logits, moe.num_experts_per_tok, True, scores="sigmoid", bias=w.bias, scale=moe.routed_scaling_factor
+        )
         ids = ids if forced is None else forced
         batch.experts.append(ids)
-        experts = (w.gate_up, w.gate_up_scale, w.down, w.down_scale)
-        y = ops.mxfp4_experts(ops.linear(x, w.down_proj), *experts, weights, ids, situ.beta, situ.linear_beta)
+        latent = ops.linear(x, w.down_proj)
+        y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids, situ.beta, situ.linear_beta)
         y = ops.linear(ops.rms_norm(y, w.norm, self.config.rms_norm_eps), w.up_proj)
         return y + self._mlp(x, w.shared)
 
@@ -484,15 +483,17 @@ def _read_latent(take: Take, c: KimiK3Config, prefix: str) -> LatentAttention:
     )
 
 
+def _experts(take: Take, prefix: str) -> Mxfp4:
+    return Mxfp4(take(f"{prefix}weight_packed"), take(f"{prefix}weight_scale"))
+
+
 def _read_moe(take: Take, prefix: str) -> LatentMoe:
     return LatentMoe(
         router=take(f"{prefix}gate.weight"),
         bias=take(f"{prefix}gate.e_score_correction_bias"),
         down_proj=take(f"{prefix}routed_expert_down_proj.weight"),
-        gate_up=take(f"{prefix}experts.gate_up.weight_packed"),
-        gate_up_scale=take(f"{prefix}experts.gate_up.weight_scale"),
-        down=take(f"{prefix}experts.down.weight_packed"),
-        down_scale=take(f"{prefix}experts.down.weight_scale"),
+        gate_up=_experts(take, f"{prefix}experts.gate_up."),
+        down=_experts(take, f"{prefix}experts.down."),
         norm=take(f"{prefix}routed_expert_norm.weight"),
         up_proj=take(f"{prefix}routed_expert_up_proj.weight"),
         shared=_gated_mlp(take, f"{prefix}shared_experts."),

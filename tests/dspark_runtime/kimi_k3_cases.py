@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dspark_runtime.models.kimi_k3 import E8M0, FP4, WIDE, KimiK3, KimiK3Config, kimi_k3_config, tensor_shapes
+from dspark_runtime.models.kimi_k3 import WIDE, KimiK3, KimiK3Config, kimi_k3_config, tensor_shapes
 from tests.verify_kernels.kda_cases import Layer, Written
 
 
@@ -19,10 +19,9 @@ def weights(c: KimiK3Config, seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for name, (shape, kind) in tensor_shapes(c).items():
-        if kind == FP4:
-            found[name] = torch.randint(256, shape, generator=g, dtype=torch.uint8).view(FP4)
-        elif kind == E8M0:
-            found[name] = torch.randint(123, 126, shape, generator=g, dtype=torch.uint8).view(E8M0)
+        if kind == torch.uint8:
+            span = (123, 126) if name.endswith("scale") else (0, 256)
+            found[name] = torch.randint(*span, shape, generator=g, dtype=torch.uint8)
         else:
             noise = torch.randn(shape, generator=g, dtype=torch.float64)
             fan_in = 1 if len(shape) < 2 or "res_proj" in name else shape[-1]
@@ -59,8 +58,7 @@ class WrittenModel:
     def __init__(self, c: KimiK3Config, tensors: dict[str, Tensor]) -> None:
         self.c = c
         self.w = {
-            name: t.view(torch.uint8).numpy() if t.dtype in (FP4, E8M0) else t.double().numpy()
-            for name, t in tensors.items()
+            name: t.numpy() if t.dtype == torch.uint8 else t.double().numpy() for name, t in tensors.items()
         }
         self.kda: dict[int, Written] = {}
         for i in range(c.num_hidden_layers):

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.verify_kernels.test_reference import make_batch
 from verify_kernels import ops
-from verify_kernels.reference.latent_moe import dequantize_mxfp4
+from verify_kernels.quantized import Mxfp4
 
 
 def near(found: torch.Tensor, want: np.ndarray, limit: float = 1e-12) -> None:
@@ -87,21 +87,14 @@ def e2m1(code: int) -> float:
     return -size if code >> 3 else size
 
 
-def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """(packed, scales, values) at random."""
+def mxfp4(shape: tuple[int, ...], seed: int) -> tuple[Mxfp4, np.ndarray]:
+    """(weights, values) at random."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 16, shape)
     exponents = rng.integers(120, 130, (*shape[:-1], shape[-1] // 32))
     values = np.vectorize(e2m1)(codes) * np.repeat(2.0 ** (exponents - 127.0), 32, axis=-1)
     packed = torch.from_numpy((codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8))
-    scales = torch.from_numpy(exponents.astype(np.uint8))
-    return packed.view(torch.float4_e2m1fn_x2), scales.view(torch.float8_e8m0fnu), values
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_mxfp4_is_exact(dtype: torch.dtype) -> None:
-    packed, scales, values = mxfp4((3, 4, 64), 0)
-    assert np.array_equal(dequantize_mxfp4(packed, scales, dtype).double().numpy(), values)
+    return Mxfp4(packed, torch.from_numpy(exponents.astype(np.uint8))), values
 
 
 def situ(gate: np.ndarray, up: np.ndarray, beta: float, linear_beta: float) -> np.ndarray:
@@ -116,30 +109,14 @@ def test_situ() -> None:
     assert (ops.situ_and_mul(x, 4.0, 25.0).double() - want).abs().max() <= want.abs().max() * 2.0**-8
 
 
-def test_routing_picks_by_the_biased_score_and_weighs_by_the_score() -> None:
-    g = torch.Generator().manual_seed(0)
-    x, router = (torch.randn(n, 8, generator=g, dtype=torch.float64) for n in (20, 11))
-    bias = torch.randn(11, generator=g)
-    weights, ids = ops.sigmoid_route(x, router, bias, 3, 2.5)
-    scores = 1 / (1 + np.exp(-(x.numpy() @ router.numpy().T)))
-    plain = 0
-    for t in range(20):
-        best = np.argsort(-(scores[t] + bias.double().numpy()))[:3]
-        assert set(ids[t].tolist()) == set(best)
-        plain += set(np.argsort(-scores[t])[:3]) == set(best)
-        near(weights[t], scores[t][ids[t].numpy()] / scores[t][ids[t].numpy()].sum() * 2.5)
-    assert plain < 20  # the bias decided somewhere
-
-
 def test_experts() -> None:
     experts, latent, inner, tokens = 5, 64, 32, 7
-    w1, s1, a = mxfp4((experts, 2 * inner, latent), 1)
-    w2, s2, b = mxfp4((experts, latent, inner), 2)
+    (w1, a), (w2, b) = mxfp4((experts, 2 * inner, latent), 1), mxfp4((experts, latent, inner), 2)
     g = torch.Generator().manual_seed(3)
     x = torch.randn(tokens, latent, generator=g, dtype=torch.float64) * 0.1
     ids = torch.stack([torch.randperm(experts, generator=g)[:2] for _ in range(tokens)])
     weights = torch.rand(tokens, 2, generator=g)
-    found = ops.mxfp4_experts(x, w1, s1, w2, s2, weights, ids, 4.0, 25.0)
+    found = ops.situ_experts(x, w1, w2, weights, ids, 4.0, 25.0)
     want = np.zeros((tokens, latent))
     for t in range(tokens):
         for e, w in zip(ids[t].tolist(), weights[t].tolist()):
