@@ -16,10 +16,13 @@ from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
 from verify_kernels.cute.linear import run as linear_run
+from verify_kernels.cute.moe import run as moe_run
 from verify_kernels.errors import INSTEAD, KernelError
+from verify_kernels.quantized import Quantized
 
-UNMEASURED = ("linear",)
-"""Operations whose kernels are there but not served: torch runs them until `eval.bench_linear` has passed on a GPU."""
+UNMEASURED = ("linear", "moe_experts")
+"""Operations whose kernels are there but not served: torch runs them until `eval.bench_linear` or `eval.bench_moe` has passed
+on a GPU."""
 
 
 def check_machine() -> None:
@@ -138,11 +141,32 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         variant = linear_run.choose(x.dtype, x.shape[0], bias=bias is not None)
         return linear_run.linear(kernel(variant), variant, x, weight, x.new_empty(x.shape[0], weight.shape[0]), bias)
 
+    def moe_experts(
+        x: Tensor,
+        gate_up: Tensor | Quantized,
+        down: Tensor | Quantized,
+        weights: Tensor,
+        ids: Tensor,
+        shared: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        if isinstance(gate_up, Quantized):
+            raise KernelError(f"moe_experts: weights are {gate_up.kind}, allowed: 16 bits, {INSTEAD}")
+        if shared is not None:
+            raise KernelError(f"moe_experts: found a shared expert, allowed: one more pick of every token, {INSTEAD}")
+        out, most = torch.empty_like(x), moe_run.MAX_TOKENS
+        for t in range(0, x.shape[0], most):
+            part = slice(t, t + most)
+            variants = moe_run.choose(x.dtype, x[part].shape[0], gate_up.shape[0], ids.shape[1])
+            run_both = kernel(variants[0]), kernel(variants[1])
+            moe_run.experts(run_both, variants, x[part], gate_up, down, weights[part], ids[part], out[part])
+        return out
+
     served = {
         "plan_attention": plan_attention,
         "paged_tree_attention": paged_tree_attention,
         "append_kv": append_kv,
         "commit_path": commit_path,
         "linear": linear,
+        "moe_experts": moe_experts,
     }
     return {name: op for name, op in served.items() if unmeasured or name not in UNMEASURED}

@@ -131,7 +131,28 @@ class LinearVariant:
         return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
 
 
-AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant
+@dataclasses.dataclass(frozen=True)
+class ExpertsVariant:
+    """Constants of the grouped products of a mixture of experts; see `moe.kernel.Experts`.
+
+    tokens: columns, 8, 16, 32 or 64, of which a call may use fewer; top_k of experts; down: the second product.
+    """
+
+    dtype: str
+    tokens: int
+    experts: int
+    top_k: int
+    stages: int
+    down: bool
+    pdl: bool = True
+
+    @property
+    def name(self) -> str:
+        ends = ("_down" if self.down else "_gate_up") + ("" if self.pdl else "_nopdl")
+        return f"experts_{self.dtype}_t{self.tokens}_e{self.experts}_k{self.top_k}_s{self.stages}{ends}"
+
+
+AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant
 
 
 def default_folder() -> Path:
@@ -178,7 +199,7 @@ def check_install() -> None:
 def library(variant: AnyVariant, folder: Path | None = None) -> Path:
     """Where a variant's library lies. Without the DSL: the one built elsewhere from these very sources."""
     folder = folder or default_folder()
-    family = "linear" if isinstance(variant, LinearVariant) else "attention"
+    family = {LinearVariant: "linear", ExpertsVariant: "moe"}.get(type(variant), "attention")
     key = hashlib.sha256(f"{fingerprint(family)} {variant}".encode()).hexdigest()[:16]
     if dsl_version() != "none":
         return folder / f"{variant.name}-{key}-dsl{dsl_version()}.so"
@@ -219,6 +240,7 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
     from verify_kernels.cute.attention.schedule import RECORD
     from verify_kernels.cute.attention.verify import VerifyAttention
     from verify_kernels.cute.linear.kernel import Linear
+    from verify_kernels.cute.moe.kernel import Experts
 
     f32, i32, size = cutlass.Float32, cutlass.Int32, cute.sym_int32
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -266,6 +288,23 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
             matrix(tokens, rows, align=1) if variant.rms_out else None,
             fake(f32, size(), tokens) if variant.rms_out else None,
             i32(1),
+            i32(1),
+            stream,
+            options=options,
+        )
+    if isinstance(variant, ExpertsVariant):
+        rows, inner, outer = size(), size(divisibility=8), size()
+        strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
+        picks = (tokens, variant.top_k)
+        return cute.compile(
+            Experts(dtype, **constants),
+            make_fake_tensor(dtype, (size(), inner), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
+            make_fake_tensor(dtype, (variant.experts, rows, inner), strides, assumed_align=16),
+            make_fake_tensor(cutlass.Int64, picks, (size(), 1), assumed_align=8),
+            None if variant.down else make_fake_compact_tensor(f32, picks, stride_order=(1, 0), assumed_align=4),
+            make_fake_tensor(dtype, (size(), outer), (cute.sym_int64(), 1), assumed_align=2),
+            fake(f32, slots, 2, variant.tokens // 8, 128, 4),
+            fake(i32, size()),
             i32(1),
             stream,
             options=options,

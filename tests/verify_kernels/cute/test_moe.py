@@ -1,0 +1,255 @@
+"""The grouped products of experts without a GPU: their plan by enumeration and in a float64 run of all CTAs, and their code
+as the compiler leaves it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verify_kernels.cute import UNMEASURED, compile as kernels
+from verify_kernels.cute.compile import ExpertsVariant
+from verify_kernels.cute.moe.run import HALF, choose, experts, stages
+from verify_kernels.cute.moe.schedule import contributors, expert_of, line
+from verify_kernels.errors import KernelError
+from verify_kernels.reference.moe import moe_experts, moe_route
+
+ROOT = Path(__file__).parents[3]
+needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
+
+REGISTERS = 64 * 1024  # of an SM
+THREADS = 288
+
+
+# ------------------------------------------------------------------------------------------------------- the plan
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    down=st.booleans(),
+    row_tiles=st.integers(1, 20),
+    k_tiles=st.integers(1, 40),
+    active=st.integers(1, 30),
+    units=st.sampled_from([1, 2, 7, 132, 264]),
+)
+def test_every_tile_of_every_picked_expert_once(down, row_tiles, k_tiles, active, units) -> None:
+    rows, depth, share = line(down, row_tiles, k_tiles, active, units)
+    assert rows * depth == row_tiles * k_tiles * active and share * units >= rows * depth
+    seen, begun, slots = [], set(), set()
+    for unit in range(units):
+        begin, end = unit * share, min((unit + 1) * share, rows * depth)
+        for n in range(begin // depth, -(-end // depth)):
+            first, last = max(begin, n * depth), min(end, (n + 1) * depth)
+            assert first < last
+            seen += [expert_of(down, tile, row_tiles, k_tiles, active) for tile in range(first, last)]
+            among = contributors(n, depth, share)
+            assert among[0] <= unit <= among[1] < units
+            if last - first < depth:
+                slot = 2 * unit + (first == n * depth)
+                assert slot not in slots and slot == 2 * unit + (unit == among[0])  # where the last to arrive looks
+                slots.add(slot)
+                if unit == among[0]:
+                    assert unit not in begun  # one counter for each unit is enough
+                    begun.add(unit)
+            else:
+                assert among == (unit, unit)
+    assert len(seen) == len(set(seen)) == rows * depth
+    assert {which for which, _, _ in seen} == set(range(active))
+    order = [(r, a, k) if down else (a, r, k) for a, r, k in seen]
+    assert order == sorted(order)
+
+
+def sorted_picks(ids: np.ndarray, num_experts: int) -> tuple[list[int], dict[int, list[int]]]:
+    """(the picked experts in order, the pairs of each by token), as `Experts.sort` leaves them."""
+    pairs: dict[int, list[int]] = {}
+    for pair, e in enumerate(ids.ravel().tolist()):
+        pairs.setdefault(e, []).append(pair)
+    return sorted(pairs), pairs
+
+
+def run_all_units(down: bool, x, w, ids, weights, units: int, rows: int, tile_k: int) -> np.ndarray:
+    """What all CTAs of one launch do, in float64: tiles of `rows` x `tile_k`, sums over units in their order."""
+    num_experts, height, depth = w.shape
+    tokens, top_k = ids.shape
+    active, pairs = sorted_picks(ids, num_experts)
+    tiles = -(-height // rows), -(-depth // tile_k)
+    row_tiles, k_tiles, share = line(down, *tiles, len(active), units)
+    out = np.full((tokens, height) if down else (tokens * top_k, height // 2), np.nan)
+    parts: dict[int, list[np.ndarray]] = {}
+    for unit in range(units):
+        begin, end = unit * share, min((unit + 1) * share, row_tiles * k_tiles)
+        for n in range(begin // k_tiles, -(-end // k_tiles)):
+            total = 0.0
+            for tile in range(max(begin, n * k_tiles), min(end, (n + 1) * k_tiles)):
+                which, r, k = expert_of(down, tile, *tiles, len(active))
+                e = active[which]
+                columns = np.zeros((tokens, depth))
+                for place, pair in enumerate(pairs[e]):
+                    columns[pair // top_k if down else place] = x[pair if down else pair // top_k]
+                matrix = w[e][r * rows : (r + 1) * rows]
+                if not down:  # 8 rows of gate, 8 of up
+                    order = np.stack([half.reshape(-1, 8) for half in np.arange(height).reshape(2, -1)], 1).ravel()
+                    matrix = w[e][order[r * rows : (r + 1) * rows]]
+                inside = slice(k * tile_k, (k + 1) * tile_k)
+                total = total + columns[:, inside] @ matrix[:, inside].T
+            parts.setdefault(n, []).append(total)
+    for n, found in parts.items():
+        sums = sum(found)  # [columns, rows]
+        if down:
+            out[:, n * rows : n * rows + sums.shape[1]] = sums
+            continue
+        e, r = active[n // tiles[0]], n % tiles[0]
+        gate, up = sums.reshape(tokens, -1, 2, 8).transpose(2, 0, 1, 3).reshape(2, tokens, -1)
+        value = gate / (1 + np.exp(-gate)) * up
+        for place, pair in enumerate(pairs[e]):
+            channel = r * rows // 2
+            out[pair, channel : channel + value.shape[1]] = value[place] * weights.ravel()[pair]
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    top_k=st.integers(1, 4),
+    num_experts=st.sampled_from([4, 7, 16]),
+    inner=st.sampled_from([8, 24, 40]),
+    hidden=st.sampled_from([16, 40]),
+    units=st.sampled_from([1, 3, 20, 132]),
+    kind=st.sampled_from(["random", "all to the same", "ties"]),
+    seed=st.integers(0, 1000),
+)
+def test_both_launches_give_the_reference(tokens, top_k, num_experts, inner, hidden, units, kind, seed) -> None:
+    g = torch.Generator().manual_seed(seed)
+    logits = torch.randn(tokens, num_experts, generator=g, dtype=torch.float64)
+    if kind == "all to the same":
+        logits = logits[:1].expand(tokens, -1)
+    if kind == "ties":
+        logits = logits.round()
+    weights, ids = moe_route(logits, top_k, True)
+    x = torch.randn(tokens, hidden, generator=g, dtype=torch.float64)
+    gate_up = torch.randn(num_experts, 2 * inner, hidden, generator=g, dtype=torch.float64)
+    down = torch.randn(num_experts, hidden, inner, generator=g, dtype=torch.float64)
+    want = moe_experts(x, gate_up, down, weights, ids)
+    arrays = [t.numpy() for t in (x, gate_up, down, weights, ids)]
+    between = run_all_units(False, arrays[0], arrays[1], arrays[4], arrays[3], units, 32, 16)
+    found = run_all_units(True, between, arrays[2], arrays[4], None, units, 16, 16)
+    torch.testing.assert_close(torch.from_numpy(found), want, rtol=1e-10, atol=1e-10)
+
+
+@needs_dsl
+def test_places_among_tokens_are_counted_from_the_masks() -> None:
+    """The kernel's own function, on the CPU."""
+    os.environ.setdefault("CUTE_DSL_ARCH", kernels.ARCH)
+    from tests.verify_kernels.cute.moe_on_cpu import tokens_before_each
+
+    for words in (1, 2):
+        bits = np.random.default_rng(words).random((6, 32 * words)) < 0.5
+        bits[0], bits[1] = False, True
+        packed = (bits.reshape(6, words, 32) * (1 << np.arange(32, dtype=np.int64))).sum(-1).T
+        found = tokens_before_each(np.ascontiguousarray(packed.astype(np.uint32).view(np.int32)))
+        assert (found == bits.cumsum(1) - bits).all()
+
+
+# ------------------------------------------------------------------------------------------------------- the code
+
+PAIRS = [choose(torch.bfloat16, t, e, k) for t, e, k in ((8, 128, 8), (16, 128, 8), (64, 128, 8), (32, 896, 16))]
+COMPILED = [variant for pair in PAIRS for variant in pair]
+
+
+def compile_remarks(variant: ExpertsVariant, folder: Path) -> str:
+    """ptxas's words about a variant, and its PTX in the folder. In a process of its own: the DSL reads its environment
+    once."""
+    code = (
+        "from verify_kernels.cute.compile import ExpertsVariant, compile_variant\n"
+        f"compile_variant({variant!r}, \"--ptxas-options '-v'\")"
+    )
+    environment = {
+        "CUTE_DSL_ARCH": kernels.ARCH,
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_DUMP_DIR": str(folder),
+        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+        "HOME": str(folder),
+    }
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@needs_dsl
+@pytest.mark.parametrize("variant", COMPILED, ids=lambda v: v.name)
+def test_compiles_without_spills_or_serialised_products(variant, tmp_path) -> None:
+    remarks = compile_remarks(variant, tmp_path)
+    spills = re.findall(r"(\d+) bytes spill", remarks)
+    assert spills and all(int(n) == 0 for n in spills), remarks
+    assert "wgmma.mma_async instructions are serialized" not in remarks
+    # Both kernels' CTAs are on an SM at once; registers of a warp come in lots of 256.
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", remarks))
+    assert -(-registers // 8) * 8 <= (128 if variant.down else 96)
+    assert (128 + 96) * THREADS <= REGISTERS
+
+    (ptx,) = tmp_path.glob("*.ptx")
+    text = ptx.read_text()
+    assert len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{variant.tokens}k16\.f32\.bf16", text)) == 4
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global", text)) == variant.tokens // 4
+    dimensions = "3d" if variant.down else "5d"  # gate and up in one box, in turns of 8 rows
+    assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)", text)) == {dimensions}
+    # The first waits for what it reads before all else, and lets the second start; the second asks for weights before it
+    # waits.
+    before, waits, _ = text.partition("griddepcontrol.wait")
+    assert waits and ("cp.async.bulk.tensor" in before) == variant.down
+    assert ("ld.global.cg.b64" in before) == variant.down
+    assert text.count("griddepcontrol.launch_dependents") == 1
+
+
+def test_rings_of_two_kernels_fit_into_shared_memory() -> None:
+    for tokens in (8, 16, 32, 64):
+        for num_experts, top_k in ((1, 1), (8, 2), (128, 8), (256, 8), (896, 16), (1024, 32)):
+            n = stages(tokens, num_experts, top_k)
+            pairs = tokens * top_k
+            lists = 4 * (num_experts * (-(-tokens // 32) + 1) + min(num_experts, pairs) + 1 + pairs) + 16 * n
+            assert n >= 2 and lists + 1024 + n * (128 + tokens) * 128 <= HALF
+
+
+def test_choice_and_errors() -> None:
+    assert [choose(torch.bfloat16, t, 128, 8)[0].tokens for t in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
+    first, second = choose(torch.float16, 4, 64, 6)
+    assert (first.down, second.down) == (False, True) and first.name != second.name
+    for arguments, words in (
+        ((torch.float32, 8, 128, 8), "dtype is torch.float32, allowed"),
+        ((torch.bfloat16, 65, 128, 8), "found 65 tokens, allowed: 1 to 64"),
+        ((torch.bfloat16, 8, 2000, 8), "found 8 of 2000, allowed: 1 to 32 of up to 1024"),
+        ((torch.bfloat16, 8, 4, 5), "found 5 of 4, allowed"),
+    ):
+        with pytest.raises(KernelError, match=words):
+            choose(*arguments)
+    pair = choose(torch.bfloat16, 8, 4, 2)
+    ids, weights = torch.zeros(9, 2, dtype=torch.int64), torch.zeros(9, 2)
+    x, gate_up, down = torch.zeros(9, 16), torch.zeros(4, 24, 16), torch.zeros(4, 16, 12)
+    with pytest.raises(ValueError, match="found 9 tokens, allowed by .*: 8"):
+        experts((None, None), pair, x, gate_up, down, weights, ids, x)
+    with pytest.raises(ValueError, match="hidden size 16 with 24 and 12 channels, allowed: multiples of 8"):
+        experts((None, None), pair, x[:8], gate_up, down, weights[:8], ids[:8], x)
+
+
+@needs_dsl
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("tokens", 24, "tokens is 24, allowed: 8, 16, 32, 64"), ("top_k", 40, "found 40 of 128, allowed: 1 to 32")],
+)
+def test_unsupported_variants(field, value, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        kernels.compile_variant(dataclasses.replace(COMPILED[0], **{field: value}))
+
+
+def test_not_served_before_it_was_measured() -> None:
+    assert "moe_experts" in UNMEASURED
