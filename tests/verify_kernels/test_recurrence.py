@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from drafters.topology import TreeSpec
+from tests.dspark_runtime.test_capturable import NoHostReads
 from tests.verify_kernels.kda_cases import Layer, Written, make_pass
 from verify_kernels import ops
 from verify_kernels.batch import Records
@@ -200,6 +201,21 @@ def test_a_thousand_events_leave_float32_states_at_rounding() -> None:
                 assert np.array_equal(window[r].numpy(), own[r].window())
     scale = max(np.abs(o.state).max() for o in own)
     assert worst < 2e-6 * max(1.0, scale)
+
+
+def test_a_step_reads_nothing_back_to_the_host() -> None:
+    """So that a verify pass and its commit fit in a CUDA graph."""
+    layer = Layer.random(1, 4, 4, 0)
+    state, window = poisoned(layer, 2)
+    batch = make_pass([3, 3], [0, 4], [1, 0], [TreeSpec((-1, 0, 0))] * 2)
+    tokens, path = layer.tokens(6, 1), torch.tensor([[0, 2], [0, -1]])
+    state.zero_()
+    window.zero_()
+    with NoHostReads():
+        _, records = ops.kda_verify(*tokens, *layer.arguments(), state, window, ops.plan_recurrence(batch, 4))
+        args = (state[None], window[None], [records], batch.state_rows, batch.context_lens, path)
+        ops.commit_states(*args)
+    assert state.abs().sum((1, 2, 3)).min() > 0
 
 
 def test_bytes_that_decided() -> None:
