@@ -63,11 +63,12 @@ def experts(
     ids: Tensor,
     out: Tensor,
     units: int | None = None,
+    between: Tensor | None = None,
 ) -> Tensor:
     """x [T, H], gate_up [E, 2 I, H], down [E, H, I], weights [T, k] float32, ids [T, k] int64 -> out [T, H]. Capturable:
     one capture serves any picks. A token's k picks differ. H and I are multiples of 8, T at most the variants' tokens.
 
-    units: CTAs, by default one for each multiprocessor. The second kernel reads its weights before the first is done: no
+    units: CTAs, by default one for each multiprocessor. between [T * k, I]: what the first kernel leaves to the second. The second kernel reads its weights before the first is done: no
     earlier kernel of the stream may write them.
     """
     tokens, top_k = ids.shape
@@ -82,7 +83,8 @@ def experts(
         )
     partial, counters = _workspace(x.device, max(units or 0, _multiprocessors(x.device)), variant.tokens)
     units = units or _multiprocessors(x.device)
-    between = x.new_empty(tokens * top_k, inner)
+    if between is None:
+        between = x.new_empty(tokens * top_k, inner)
     kernels[0](x, gate_up, ids, weights, between, partial, counters, units)
     kernels[1](between, down, ids, None, out, partial, counters, units)
     return out

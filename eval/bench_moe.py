@@ -1,0 +1,470 @@
+"""Correctness and speed of the CuTe DSL mixture of experts on a GPU.
+
+    python -m eval.bench_moe build --kernels DIR            # any machine with the DSL, no GPU
+    python -m eval.bench_moe run --kernels DIR --json FILE  # the GPU machine; needs torch and tvm-ffi
+
+`run` compares random cases (poisoned outputs, every call twice, other numbers of CTAs, all tokens to one expert, ties, any
+T) with float32 products, then times layers of E128 top-8 hidden 2048 inter 768 under uniform routing: CUDA graphs of
+calls whose weights and picks rotate, beside the peers of `eval.moe_peers` in the same job. TB/s are bytes of the experts
+that were picked over time; the floor is those bytes at 4.5 TB/s.
+
+The GPU's work is done by a second process that is started anew when it hangs or dies (`eval.gpu_jobs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from eval import gpu_jobs
+from eval.gpu_jobs import Job
+from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.compile import ExpertsVariant
+
+TOLERANCE = 5e-3
+"""Relative error allowed against float32 of the same bf16 inputs: rounding hidden and output gives 2.4e-3."""
+
+READ_TBPS = 4.5  # reading alone, an H200
+TOKENS = (1, 8, 16, 32, 64)
+LAYER = (128, 8, 2048, 768)  # experts, top-k, hidden, inner: Qwen3-30B-A3B
+LAYERS, CALLS = 3, 6  # copies of the weights (1.2 GB each), calls in a graph
+SMALL = ((128, 8), (8, 2), (4, 1), (60, 4), (256, 8))  # (experts, top-k) of random cases
+PEERS = ("triton", "grouped", "vllm")
+ROUTING = ("random", "random", "uniform", "one", "ties", "few")
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "half": {},  # what `run.choose` gives: two kernels on an SM at once
+    "full": {"stages": {8: 12, 16: 11, 32: 10, 64: 8}},
+    "half no pdl": {"pdl": False},
+    "half, two CTAs": {"units": 2},
+}
+"""stages by tokens; units: CTAs for each multiprocessor."""
+
+SECONDS = {"peer": 25.0}
+JOB_SECONDS = 8.0
+
+
+def variants(config: str, tokens: int, experts: int, top_k: int) -> tuple[ExpertsVariant, ExpertsVariant]:
+    import torch
+
+    from verify_kernels.cute.moe.run import choose
+
+    changes = {name: value for name, value in CONFIGS[config].items() if name != "units"}
+    pair = choose(torch.bfloat16, tokens, experts, top_k)
+    if "stages" in changes:
+        changes["stages"] = changes["stages"][pair[0].tokens]
+    first, second = (dataclasses.replace(v, **changes) for v in pair)
+    return first, second
+
+
+def all_variants() -> list[ExpertsVariant]:
+    found: list[ExpertsVariant] = []
+    for t in TOKENS:
+        for config in CONFIGS:
+            found += variants(config, t, *LAYER[:2])
+        for experts, top_k in SMALL:
+            found += variants("half", t, experts, top_k)
+    return list(dict.fromkeys(found))
+
+
+def jobs(cases: int) -> list[Job]:
+    """What a run does, in order: a first look, some random cases of every kernel, the times, then the other cases."""
+    found: list[Job] = [{"job": "peer", "config": "triton", "tokens": 8}]
+    found += [
+        {"job": "smoke", "config": c, "tokens": t, "experts": 8, "top_k": 2}
+        for c, t in (("half", 8), ("half", 16), ("half", 64))
+    ]
+    found += [{"job": "smoke", "config": "half no pdl", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
+    found += [{"job": "op", "config": "half", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
+    kinds = [("half", t, e, k) for e, k in SMALL for t in (8, 16, 32, 64)]
+    kinds += [(c, t, *LAYER[:2]) for c in CONFIGS if c != "half" for t in (8, 64)]
+
+    def check(at: int, seeds: range) -> Job:
+        config, tokens, experts, top_k = kinds[at % len(kinds)]
+        return {"job": "check", "config": config, "tokens": tokens, "experts": experts, "top_k": top_k, "seeds": list(seeds)}
+
+    found += [check(i, range(2 * i, 2 * i + 2)) for i in range(len(kinds))]
+    found += [{"job": "time", "config": "half", "tokens": t} for t in TOKENS]
+    found += [{"job": "peer", "config": "triton", "tokens": t} for t in TOKENS if t != 8]
+    found += [{"job": "time", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS if c != "half"]
+    found += [{"job": "split", "config": "half", "tokens": t} for t in TOKENS]
+    found += [{"job": "peer", "config": p, "tokens": t} for p in PEERS[1:] for t in TOKENS]
+    found += [{"job": "time", "config": "half", "tokens": t, "routing": r} for r in ("zipf", "one") for t in (8, 64)]
+    rest = max(cases - 2 * len(kinds), 0)
+    found += [check(i // 4 * 7, range(1000 + i, 1000 + i + 4)) for i in range(0, rest, 4)]
+    found.append({"job": "read"})
+    return found
+
+
+class Bench:
+    """Runs jobs; weights stay on the GPU between them."""
+
+    def __init__(self, folder: Path | None, tell: Any) -> None:
+        import torch
+
+        self.torch, self.folder, self.tell = torch, folder, tell
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    @functools.cache
+    def pair(self, config: str, tokens: int, experts: int, top_k: int) -> tuple[Any, Any]:
+        """(kernels, variants)"""
+        both = variants(config, tokens, experts, top_k)
+        first, second = (kernels.load(kernels.build(v, self.folder)) for v in both)
+        return (first, second), both
+
+    def units(self, config: str) -> int:
+        return CONFIGS[config].get("units", 1) * self.torch.cuda.get_device_properties(0).multi_processor_count
+
+    # --- picks and weights
+
+    def picks(self, kind: str, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
+        """(weights [T, k] float32, ids [T, k]). kind: "random" logits; the laws "uniform" and "zipf" with exponent 1; all
+        tokens to the same experts: "one"; logits with ties; "few" experts between them."""
+        import numpy as np
+
+        from dspark_runtime.cost.routing import inclusion
+        from dspark_runtime.forced_routing import systematic
+        from verify_kernels.reference.moe import moe_route
+
+        torch = self.torch
+        g = torch.Generator("cuda").manual_seed(seed)
+        logits = torch.randn(tokens, experts, device="cuda", generator=g)
+        if kind in ("uniform", "zipf"):
+            draw = np.random.default_rng(seed)
+            chances = draw.permutation(np.array(inclusion(experts, top_k, 1.0 if kind == "zipf" else 0.0)))
+            ids = torch.from_numpy(systematic(chances, tokens, draw)).cuda()
+            weights = logits.gather(1, ids).softmax(-1)
+            return weights, ids
+        if kind == "one":
+            logits = logits[:1].expand(tokens, -1)
+        if kind == "ties":
+            logits = logits.round()
+        if kind == "few":
+            logits[:, torch.randperm(experts, device="cuda", generator=g)[max(top_k, experts // 8) :]] -= 50
+        return moe_route(logits, top_k, True)
+
+    def matrices(self, experts: int, hidden: int, inner: int) -> tuple[Any, Any]:
+        torch = self.torch
+        gate_up = torch.randn(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16).mul_(hidden**-0.5)
+        return gate_up, torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16).mul_(inner**-0.5)
+
+    def float32(self, x: Any, gate_up: Any, down: Any, weights: Any, ids: Any) -> tuple[Any, Any]:
+        """(hidden rows with their weights, output), of the same bf16 inputs."""
+        torch = self.torch
+        between = torch.zeros(ids.numel(), down.shape[2], device="cuda")
+        out = torch.zeros(x.shape, device="cuda")
+        for e in ids.unique().tolist():
+            pairs = (ids.flatten() == e).nonzero().flatten()
+            rows = pairs // ids.shape[1]
+            gate, up = (x[rows].float() @ gate_up[e].float().T).chunk(2, dim=-1)
+            between[pairs] = torch.nn.functional.silu(gate) * up * weights.flatten()[pairs, None]
+            out.index_add_(0, rows, between[pairs] @ down[e].float().T)
+        return between, out
+
+    # --- jobs
+
+    def smoke(self, config: str, tokens: int, experts: int, top_k: int) -> Job:
+        """Both kernels apart, from one tile to a split of the k tiles, so that one that hangs or errs says at what."""
+        from verify_kernels.cute.moe.run import experts as run
+
+        torch = self.torch
+        both, pair = self.pair(config, tokens, experts, top_k)
+        found: dict[str, Any] = {}
+        for name, t, hidden, inner, units, kind in (
+            ("one token, one tile", 1, 64, 64, 1, "random"),
+            ("all tokens, one tile", tokens, 64, 64, 1, "random"),
+            ("many k tiles", tokens, 2048, 1024, 1, "random"),
+            ("ragged", tokens - 3, 200, 88, 1, "random"),
+            ("a CTA for a tile or two", tokens, 512, 256, 64, "random"),
+            ("split row tiles", tokens, 2048, 768, 132, "random"),
+            ("all to one, split", tokens, 2048, 768, 132, "one"),
+        ):
+            self.tell(name)
+            torch.manual_seed(0)
+            x = torch.randn(t, hidden, device="cuda", dtype=torch.bfloat16)
+            gate_up, down = self.matrices(experts, hidden, inner)
+            weights, ids = self.picks(kind, t, experts, top_k, 0)
+            wanted = self.float32(x, gate_up, down, weights, ids)
+            got = [torch.full(w.shape, float("nan"), device="cuda", dtype=torch.bfloat16) for w in wanted]
+            run(both, pair, x, gate_up, down, weights, ids, got[1], units, got[0])
+            torch.cuda.synchronize()
+            for what, g, w in zip(("hidden", "out"), got, wanted):
+                wrong = ~((g.float() - w).abs() <= 0.02 + 0.02 * w.abs())
+                found[f"{name}, {what}"] = round(((g.float() - w).norm() / w.norm()).item(), 5)
+                if wrong.any():
+                    at = wrong.nonzero()
+                    found[f"{name}, {what}, wrong"] = [
+                        int(wrong.sum()), wrong.numel(), at[:4].tolist(), at[-2:].tolist(),
+                        [g[tuple(i)].item() for i in at[:4].tolist()], [w[tuple(i)].item() for i in at[:4].tolist()],
+                    ]  # fmt: skip
+        return {"errors": found, "bad": [name for name in found if name.endswith("wrong")]}
+
+    def op(self, config: str, tokens: int, experts: int, top_k: int) -> Job:
+        """The operation as an engine would call it, and one captured call under other picks."""
+        from verify_kernels.cute import implementations
+
+        torch = self.torch
+        op = implementations(self.folder, unmeasured=True)["moe_experts"]
+        gate_up, down = self.matrices(experts, 512, 256)
+        x = torch.randn(2 * tokens - 1, 512, device="cuda", dtype=torch.bfloat16)
+        weights, ids = (p.clone() for p in self.picks("random", len(x), experts, top_k, 0))
+        errors = []
+
+        def error(got: Any) -> float:
+            want = self.float32(x, gate_up, down, weights, ids)[1]
+            return ((got.float() - want).norm() / want.norm()).item()
+
+        errors.append(error(op(x, gate_up, down, weights, ids)))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = op(x, gate_up, down, weights, ids)
+        for kind, seed in (("random", 1), ("one", 2), ("uniform", 3)):
+            for old, new in zip((weights, ids), self.picks(kind, len(x), experts, top_k, seed)):
+                old.copy_(new)
+            out.fill_(float("nan"))
+            graph.replay()
+            errors.append(error(out))
+        return {"errors": errors, "bad": [f"error {e:.2e}" for e in errors if not e <= TOLERANCE]}
+
+    def check(self, config: str, tokens: int, experts: int, top_k: int, seeds: list[int]) -> Job:
+        cases = [self.case(config, tokens, experts, top_k, seed) for seed in seeds]
+        return {"cases": len(cases), "worst": max(c["error"] for c in cases), "bad": [c for c in cases if c["why"]]}
+
+    def case(self, config: str, tokens: int, experts: int, top_k: int, seed: int) -> Job:
+        """One random layer against float32."""
+        from verify_kernels.cute.moe.run import experts as run
+
+        torch = self.torch
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        t = rng.choice([tokens, rng.randint(1, tokens), rng.randint(tokens // 2 + 1, tokens)])
+        hidden = rng.choice([2048, 8 * rng.randint(1, 30), 64 * rng.randint(1, 20), 8 * rng.randint(1, 200)])
+        inner = rng.choice([768, 8 * rng.randint(1, 30), 64 * rng.randint(1, 12), 8 * rng.randint(1, 100)])
+        kind = rng.choice(ROUTING)
+        both, pair = self.pair(config, tokens, experts, top_k)
+        self.tell(f"{pair[0].name} seed {seed} T {t} hidden {hidden} inner {inner} {kind}")
+        x = torch.randn(t, hidden + 8 * rng.choice([0, 0, 1, 5]), device="cuda", dtype=torch.bfloat16)[:, :hidden]
+        gate_up, down = self.matrices(experts, hidden, inner)
+        weights, ids = self.picks(kind, t, experts, top_k, seed)
+        _, want = self.float32(x, gate_up, down, weights, ids)
+        outs = []
+        default = self.units(config)
+        for units in (default, rng.choice([1, 7, 131, 300]), default):
+            around = torch.full((t + 2, hidden + 3), float("nan"), device="cuda", dtype=torch.bfloat16)
+            between = torch.full((t * top_k, inner), float("nan"), device="cuda", dtype=torch.bfloat16)
+            out = around[1:-1, 1 : hidden + 1]
+            run(both, pair, x, gate_up, down, weights, ids, out, units, between)
+            outs.append(out.clone())
+            out.fill_(float("nan"))
+            if not around.isnan().all():
+                return {"seed": seed, "error": float("inf"), "why": "wrote outside the output"}
+        error = max(((o.float() - want).norm() / want.norm()).item() for o in outs)
+        why = ""
+        if not error <= TOLERANCE:
+            why = f"error {error:.2e}" if error == error else "not written"
+        elif not torch.equal(outs[0].view(torch.int16), outs[2].view(torch.int16)):
+            why = "two runs differ"
+        shape = [t, hidden, inner, kind]
+        return {"seed": seed, "shape": shape, "error": error if error == error else float("inf"), "why": why}
+
+    @functools.cached_property
+    def layers(self) -> list[tuple[Any, Any]]:
+        self.torch.manual_seed(0)
+        return [self.matrices(LAYER[0], *LAYER[2:]) for _ in range(LAYERS)]
+
+    def setting(self, tokens: int, routing: str) -> tuple[Any, list[tuple[Any, Any]], float]:
+        """(x, picks of every call, mean number of different experts)."""
+        torch = self.torch
+        torch.manual_seed(1)
+        x = torch.randn(tokens, LAYER[2], device="cuda", dtype=torch.bfloat16)
+        picks = [self.picks(routing, tokens, *LAYER[:2], seed) for seed in range(CALLS)]
+        picks = [(w.contiguous(), i.contiguous()) for w, i in picks]
+        return x, picks, statistics.fmean(len(i.unique()) for _, i in picks)
+
+    def report(self, us: float, experts: float) -> Job:
+        _, _, hidden, inner = LAYER
+        size = experts * 3 * hidden * inner * 2
+        floor = size / READ_TBPS / 1e6
+        return {"us": us, "tbps": size / us / 1e6, "floor_us": floor, "experts": experts, "over_floor": us / floor}
+
+    def time(self, config: str, tokens: int, routing: str = "uniform") -> Job:
+        from verify_kernels.cute.moe.run import experts as run
+
+        torch = self.torch
+        both, pair = self.pair(config, tokens, *LAYER[:2])
+        x, picks, experts = self.setting(tokens, routing)
+        outs = [torch.full_like(x, float("nan")) for _ in picks]
+        units = self.units(config)
+
+        def call() -> None:
+            for i, (weights, ids) in enumerate(picks):
+                run(both, pair, x, *self.layers[i % LAYERS], weights, ids, outs[i], units)
+
+        us = self.graph_us(call) / CALLS
+        want = self.float32(x, *self.layers[0], *picks[0])[1]
+        off = ((outs[0].float() - want).norm() / want.norm()).item()
+        return self.report(us, experts) | {"off": off, "bad": [] if off <= TOLERANCE else [f"error {off:.2e}"]}
+
+    def split(self, config: str, tokens: int) -> Job:
+        """Each of the two kernels by itself."""
+        torch = self.torch
+        both, pair = self.pair(config, tokens, *LAYER[:2])
+        x, picks, experts = self.setting(tokens, "uniform")
+        _, top_k, hidden, inner = LAYER
+        from verify_kernels.cute.moe.run import _workspace
+
+        units = self.units(config)
+        partial, counters = _workspace(x.device, units, pair[0].tokens)
+        between = torch.randn(tokens * top_k, inner, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+
+        def first() -> None:
+            for i, (weights, ids) in enumerate(picks):
+                both[0](x, self.layers[i % LAYERS][0], ids, weights, between, partial, counters, units)
+
+        def second() -> None:
+            for i, (_, ids) in enumerate(picks):
+                both[1](between, self.layers[i % LAYERS][1], ids, None, out, partial, counters, units)
+
+        found = {}
+        for name, call, share in (("gate_up", first, 2), ("down", second, 1)):
+            self.tell(name)
+            us = self.graph_us(call) / CALLS
+            found[name] = {"us": us, "tbps": experts * share * hidden * inner * 2 / us / 1e6}
+        return found
+
+    def peer(self, config: str, tokens: int) -> Job:
+        from eval.moe_peers import PEERS
+
+        x, picks, experts = self.setting(tokens, "uniform")
+        calls = [PEERS[config](*self.layers[i % LAYERS], *p) for i, p in enumerate(picks)]
+        self.tell("first call")
+        got = calls[0](x)
+        want = self.float32(x, *self.layers[0], *picks[0])[1]
+        off = ((got.float() - want).norm() / want.norm()).item()
+        self.tell("graph")
+
+        def call() -> None:
+            for one in calls:
+                one(x)
+
+        return self.report(self.graph_us(call) / CALLS, experts) | {"off": off}
+
+    def graph_us(self, call: Any, replays: int = 9) -> float:
+        """Median microseconds of a CUDA graph of call()."""
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        times = []
+        for _ in range(replays + 2):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000)
+        return sorted(times[2:])[replays // 2]
+
+    def read(self) -> Job:
+        from eval.bench_attention import read_rate
+
+        return {"tbps": read_rate()}
+
+
+def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> list[Job]:
+    def save(device: str, results: list[Job]) -> None:
+        if file:
+            file.write_text(json.dumps({"schema_version": 1, "device": device, "results": results}, indent=0) + "\n")
+
+    def uses(job: Job) -> str | None:
+        """A kernel that failed is left out; a peer is not."""
+        if job["job"] in ("peer", "read"):
+            return None
+        shape = (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
+        return f"{job['config']} {variants(job['config'], job['tokens'], *shape)[0].name}"
+
+    def limit(job: Job) -> float:
+        return SECONDS.get(job["job"], 20.0 if job["job"] == "read" else JOB_SECONDS)
+
+    command = [sys.executable, "-m", "eval.bench_moe", "work", *(["--kernels", str(folder)] if folder else [])]
+    return gpu_jobs.run(jobs(cases), command, uses, limit, seconds, save)
+
+
+def summary(results: list[Job]) -> str:
+    """Checks in a line; microseconds by config and tokens, in brackets time over floor; the ratio to the best peer."""
+    checks = [r for r in results if r["job"] == "check"]
+    done, bad = sum(r.get("cases", 0) for r in checks), sum(len(r.get("bad", [])) for r in checks)
+    failed, skipped = sum("failed" in r for r in results), sum("skipped" in r for r in results)
+    worst = max((r["worst"] for r in checks if "worst" in r), default=0.0)
+    lines = [f"{done} random cases, {bad} bad, largest relative error {worst:.2e}; jobs failed {failed}, skipped {skipped}"]
+    for r in results:
+        if r["job"] == "smoke" and "errors" in r:
+            number = max(v for v in r["errors"].values() if isinstance(v, float))
+            lines.append(f"smoke {r['config']} T={r['tokens']} E={r['experts']}: worst {number}")
+        if r["job"] == "read" and "tbps" in r:
+            lines.append(f"read rate without dependent launch {r['tbps']:.2f} TB/s")
+        if r["job"] == "peer" and "failed" in r and r["tokens"] == 8:
+            lines.append(f"peer {r['config']}: {r['failed'][:120]}")
+    timed = {(r["config"], r["tokens"], r.get("routing", "uniform")): r for r in results if "us" in r and "over_floor" in r}
+    lines.append("us (x floor) for T = " + " ".join(map(str, TOKENS)) + "; E128 top-8 2048 x 768, uniform routing")
+    for config in (*CONFIGS, *PEERS):
+        cells = []
+        for t in TOKENS:
+            r = timed.get((config, t, "uniform"))
+            mark = " OFF" if r and r["off"] > 0.03 else ""
+            cells.append(f"{r['us']:.1f} ({r['over_floor']:.2f}){mark}" if r else "-")
+        lines.append(f"  {config:16}" + " ".join(f"{c:>14}" for c in cells))
+    for t in TOKENS:
+        peers = [timed[p, t, "uniform"]["us"] for p in PEERS if (p, t, "uniform") in timed]
+        own = [timed[c, t, "uniform"]["us"] for c in CONFIGS if (c, t, "uniform") in timed]
+        if peers and own:
+            lines.append(f"  T={t}: best peer {min(peers):.1f}, own {min(own):.1f}, {min(peers) / min(own):.2f} x as fast")
+    for r in results:
+        if r["job"] == "split" and "down" in r:
+            parts = ", ".join(f"{n} {r[n]['us']:.1f} us {r[n]['tbps']:.2f} TB/s" for n in ("gate_up", "down"))
+            lines.append(f"  T={r['tokens']} apart: {parts}")
+        if r["job"] == "time" and "routing" in r and "us" in r:
+            lines.append(f"  T={r['tokens']} {r['routing']}: {r['experts']:.1f} experts, {r['us']:.1f} us ({r['over_floor']:.2f})")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["build", "run", "work"])
+    parser.add_argument("--kernels", type=Path, help="folder of compiled kernels")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--cases", type=int, default=120, help="random cases")
+    parser.add_argument("--seconds", type=float, default=80.0, help="what does not fit is left out")
+    args = parser.parse_args()
+    if args.command == "work":
+        return gpu_jobs.serve(lambda tell: Bench(args.kernels, tell))
+    if args.command == "build":
+        for v in all_variants():
+            path = kernels.build(v, args.kernels)
+            for stale in path.parent.glob(f"{v.name}-*.so"):
+                if stale != path:
+                    stale.unlink()
+            print(path, flush=True)
+        return None
+    results = run(args.kernels, args.json, args.cases, args.seconds)
+    print(summary(results))
+    if any(r.get("bad") or "failed" in r for r in results if r["job"] != "peer"):
+        raise SystemExit("some jobs failed")
+    return None
+
+
+if __name__ == "__main__":
+    main()
