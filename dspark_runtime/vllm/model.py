@@ -32,6 +32,7 @@ from dspark_runtime.vllm.markov import Head, Pick, chain, draw
 
 logger = init_logger("vllm.dspark_runtime")  # vLLM's log handlers are those of "vllm"
 
+_GATES = {"gated": "gate_proj", "rnn": "joint_proj"}  # the checkpoint's names
 _AWAY = f"; {SWITCH}=0 leaves this drafter to vLLM"
 
 
@@ -112,10 +113,9 @@ class DSparkForCausalLM(Qwen3DSparkForCausalLM):
         r, d, head = c.markov_rank, c.hidden_size, self.model.markov_head
         if c.markov_head_type is None:
             self.model.markov_head = None
-        elif c.markov_head_type == "gated":
-            head.gate_proj = nn.Linear(d + r, r)
-        elif c.markov_head_type == "rnn":
-            head.joint_proj = nn.Linear(2 * r + d, 3 * r)
+        elif c.markov_head_type != "vanilla":
+            # Not under the checkpoint's name: vLLM's loader would merge a gate_proj with an MLP's up_proj.
+            head.gates = nn.Linear(d + r, r) if c.markov_head_type == "gated" else nn.Linear(2 * r + d, 3 * r)
         temperatures = _temperatures(self.source, c, speculative.num_speculative_tokens)
         self.register_buffer("temperatures", temperatures, persistent=False)
         logger.info(
@@ -140,8 +140,13 @@ class DSparkForCausalLM(Qwen3DSparkForCausalLM):
                     f"{self.source}: {key}: missing, expected shape {[rows, c.hidden_size]} (the target's "
                     f"{[vocab, c.target_hidden_size]} does not fit)"
                 )
-        tables = ("embed_tokens.weight", "lm_head.weight", "d2t")
-        super().load_weights((key, x) for key, x in tensors.items() if key in shapes or key in tables)
+        wanted = {*shapes, "embed_tokens.weight", "lm_head.weight", "d2t"}
+        if extra := _GATES.get(c.markov_head_type):
+            for part in ("weight", "bias"):
+                key = f"markov_head.{extra}.{part}"
+                getattr(self.model.markov_head.gates, part).data.copy_(tensors[key])
+                wanted.remove(key)
+        super().load_weights((key, x) for key, x in tensors.items() if key in wanted)
         if "mask_embedding" in tensors:
             self.model.mask_embedding.data.copy_(tensors["mask_embedding"].flatten())
             self.model.mask_token_id, self.model.has_separate_mask_embedding = c.mask_token_id, True
@@ -157,9 +162,8 @@ class DSparkForCausalLM(Qwen3DSparkForCausalLM):
         head, kind = self.model.markov_head, self.dspark.markov_head_type
         if head is None:
             return None
-        extra = {"gated": "gate_proj", "rnn": "joint_proj"}.get(kind)
-        weight, bias = (getattr(head, extra).weight, getattr(head, extra).bias) if extra else (None, None)
-        return Head(kind, head.markov_w1.weight, head.markov_w2.weight[: self.dspark.draft_vocab_size], weight, bias)
+        gates = (head.gates.weight, head.gates.bias) if kind in _GATES else ()
+        return Head(kind, head.markov_w1.weight, head.markov_w2.weight[: self.dspark.draft_vocab_size], *gates)
 
     # ---------------------------------------------------------------------------------------------------- drafting
 

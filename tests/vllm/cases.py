@@ -28,7 +28,7 @@ ENVIRONMENT = dict(
     VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1",
 )  # fmt: skip
 OFF = dict(DSPARK_VLLM_PLUGIN="0")
-K, TOKENS, V = 4, 32, 48
+K, TOKENS, V = 4, 24, 48
 SHARED = dict(model_type="qwen3", hidden_act="silu", tie_word_embeddings=False, torch_dtype="float32")
 DIMS = planted.DIMS | SHARED | dict(attention_bias=False, hidden_size=64, num_hidden_layers=6)
 CONFIG = planted.CONFIG | DIMS | dict(num_hidden_layers=2, target_layer_ids=[0, 2, 4], markov_rank=12)

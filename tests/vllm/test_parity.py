@@ -16,7 +16,7 @@ from eval.check_drafter import rebuilt, write
 from tests.vllm import cases
 from tests.vllm.cases import K, OFF, TOKENS
 
-LENGTHS = (1, 5, 16, 17, 63, 64, 65, 150)  # around vLLM's chunks of 64 shared by all requests
+LENGTHS = (1, 17, 63, 64, 150)  # around vLLM's chunks of 64 shared by all requests
 
 
 def compare(target: Path, drafter: Path, theirs: dict[str, Any], texts: list[list[int]]) -> float:
@@ -33,7 +33,7 @@ def compare(target: Path, drafter: Path, theirs: dict[str, Any], texts: list[lis
     shaken = rebuilt(own, lm_head=head * (1 + 1e-5 * torch.randn(head.shape, generator=g)))
     again = write(model, shaken, texts, TOKENS + K + 1, K)
     sure = [line for line in theirs["drafts"] if ours.chains[line[0], line[1]] == again.chains[line[0], line[1]]]
-    assert len(sure) > 0.95 * len(theirs["drafts"]) and len(sure) > 20
+    assert len(sure) > 0.95 * len(theirs["drafts"]) > 19
     assert [chain for _, _, chain, _ in sure] == [ours.chains[i, n] for i, n, _, _ in sure]
     assert len({tuple(chain) for _, _, chain, _ in sure}) > 10
     for i, n, _, probabilities in sure:
@@ -48,18 +48,19 @@ def compare(target: Path, drafter: Path, theirs: dict[str, Any], texts: list[lis
     return sum(counts) / len(counts)
 
 
-@pytest.mark.parametrize("name", ["random", "planted"])
-def test_stock_vllm_drafts_and_writes_the_same(name: str, tmp_path: Path) -> None:
-    if name == "random":
-        target, drafter = cases.random_target(tmp_path / "target"), cases.random_drafter(tmp_path / "drafter")
-    else:
-        target, drafter = cases.planted_pair(tmp_path)
+def job(target: Path, texts: list[list[int]], drafter: Path | None = None, confidence: bool = False) -> dict[str, Any]:
+    asked = dict(target=str(target), prompts=texts, tokens=TOKENS, confidence=confidence)
+    return asked | (dict(speculative=cases.speculative(drafter)) if drafter else {})
+
+
+def test_stock_vllm_drafts_and_writes_the_same(tmp_path: Path) -> None:
+    target, drafter = cases.random_target(tmp_path / "target"), cases.random_drafter(tmp_path / "drafter")
+    other = cases.planted_pair(tmp_path / "planted")
     texts = cases.prompts(LENGTHS)
-    job = dict(target=str(target), prompts=texts, tokens=TOKENS, speculative=cases.speculative(drafter))
-    found, _ = cases.run([job], tmp_path, **OFF)
-    assert found["jobs"][0]["model"] == "vllm.model_executor.models.qwen3_dspark"
-    mean = compare(target, drafter, found["jobs"][0], texts)
-    assert name == "random" or 0.5 < mean < K
+    found, _ = cases.run([job(target, texts, drafter), job(other[0], texts, other[1])], tmp_path, **OFF)
+    assert {answer["model"] for answer in found["jobs"]} == {"vllm.model_executor.models.qwen3_dspark"}
+    compare(target, drafter, found["jobs"][0], texts)
+    assert 0.5 < compare(*other, found["jobs"][1], texts) < K
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -72,24 +73,18 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def test_our_drafter_in_vllm_with_every_head(tmp_path: Path) -> None:
-    target = cases.random_target(tmp_path / "target")
-    texts = cases.prompts((1, 17, 64, 150))
-    plain = dict(target=str(target), prompts=texts, tokens=TOKENS)
-    jobs, drafters = [plain], {}
+    target, texts = cases.random_target(tmp_path / "target"), cases.prompts(LENGTHS)
+    drafters = {name: cases.random_drafter(tmp_path / name, **changes) for name, changes in DRAFTERS.items()}
+    other = cases.planted_pair(tmp_path / "planted")
+    jobs = [job(target, texts), job(other[0], texts), job(other[0], texts, other[1], confidence=True)]
     for name, changes in DRAFTERS.items():
-        drafters[name] = cases.random_drafter(tmp_path / name, **changes)
-        confidence = changes.get("enable_confidence_head", True)
-        jobs.append(plain | dict(speculative=cases.speculative(drafters[name]), confidence=confidence))
-    drafters["planted"], jobs[-1:] = cases.planted_pair(tmp_path / "planted")[1], jobs[-1:]
-    planted = dict(target=str(tmp_path / "planted" / "target"), prompts=texts, tokens=TOKENS)
-    jobs += [planted, planted | dict(speculative=cases.speculative(drafters["planted"]), confidence=True)]
+        jobs.append(job(target, texts, drafters[name], confidence=changes.get("enable_confidence_head", True)))
     found, log = cases.run(jobs, tmp_path)
-    results = found["jobs"]
-    assert not [r["error"] for r in results if "error" in r], log[-3000:]
-    without, answers = results[0], dict(zip(DRAFTERS, results[1:]))
-    for name, answer in answers.items():
+    plain, other_plain, planted, *answers = found["jobs"]
+    assert not [x["error"] for x in found["jobs"] if "error" in x], log[-3000:]
+    for name, answer in zip(DRAFTERS, answers):
         assert answer["model"] == "dspark_runtime.vllm.model", name
-        assert answer["texts"] == without["texts"], name  # greedy: with speculation as without
+        assert answer["texts"] == plain["texts"], name  # greedy: with speculation as without
         compare(target, drafters[name], answer, texts)
-    assert results[-1]["texts"] == results[-2]["texts"]
-    assert 0.5 < compare(tmp_path / "planted" / "target", drafters["planted"], results[-1], texts) < K
+    assert planted["texts"] == other_plain["texts"]
+    assert 0.5 < compare(*other, planted, texts) < K
