@@ -6,12 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import eval.bench
+import eval.floor
+from dspark_runtime.models.scripted import ScriptedModel
 from dspark_runtime.tuning.curve import load_curve
+from eval import simulate_check
 from eval.cli import main
+from eval.floor import Ceilings
 from eval.reported_curve import reported_curve
+from eval.schema import bench_config
 from tests.dspark_runtime.tuning.curves import curve, point
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,11 +95,12 @@ def test_a_trace_of_sessions_and_a_recorded_trace(capsys: pytest.CaptureFixture[
     Path("w.jsonl").write_text("\n".join(map(json.dumps, sessions)))
     steps = [{"accepted": i % 4, "confidence": [0.9, 0.6, 0.3], "request": i // 10} for i in range(200)]
     Path("t.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    assert dspark("simulate", "curve.json", "--acceptance", "t.jsonl", "--trace", "w.jsonl", "--json", "s.json") == 0
+    both = ["--acceptance", "t.jsonl", "--trace", "w.jsonl"]
+    assert dspark("simulate", "curve.json", *both, "--json", "s.json") == 0
     out = capsys.readouterr().out
     assert "200 recorded steps of 20 requests, AL 2.50 at 3 drafts" in out and "trace w.jsonl" in out
     assert all(r["num_requests"] == 15 and r["value"] is None for r in results("s.json"))
-    assert dspark("simulate", "model.json", "--acceptance", "t.jsonl", "--trace", "w.jsonl", "--confidence", "none") == 0
+    assert dspark("simulate", "model.json", *both, "--confidence", "none") == 0
     assert "PREDICTED: " in capsys.readouterr().out
 
 
@@ -100,7 +109,7 @@ def test_a_trace_of_sessions_and_a_recorded_trace(capsys: pytest.CaptureFixture[
     [
         (["none.json", *RATES], "none.json: No such file"),
         (["curve.json"], "acceptance: found nothing, allowed: one of"),
-        (["curve.json", "--rates", "0.9,0.9,0.9,0.9", "-k", "4"], "found 4, allowed: at most 3, what the curve measured"),
+        (["curve.json", "--rates", "1,1,1,1", "-k", "4"], "found 4, allowed: at most 3, what the curve measured"),
         (["curve.json", "--rates", "0.5", "-k", "2"], "found 2, allowed: at most 1, where acceptance is known"),
         (["curve.json", *RATES, "-b", "9"], "num_requests: found 9, allowed: at most 8, what the curve measured"),
         (["curve.json", *RATES, "-b", "0"], "num_requests: found 0, allowed: 1 or more"),
@@ -139,6 +148,42 @@ def test_help_imports_nothing_heavy() -> None:
         "assert not {'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, cwd=ROOT)
+
+
+# ------------------------------------------------------------------------------------------------ beside the engine
+
+
+class Letters:
+    """A tokenizer: id = character modulo the vocabulary."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) % 64 for c in text[:40]]}
+
+
+def test_the_check_runs_both_on_the_same_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scripted target that repeats itself. No time is asserted: what was emitted and verified is."""
+    model = ScriptedModel(64, lambda prefix: np.eye(64)[(prefix[-1] + 5) % 20].tolist(), max_model_len=1024)
+    config = SimpleNamespace(num_experts=0)
+    target = SimpleNamespace(model=model, tokenizer=Letters(), name="scripted", config=config)
+    monkeypatch.setattr(eval.bench, "load", lambda name, config: target)
+    monkeypatch.setattr(eval.floor, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "fixed by the test"))
+    asked = dict(num_speculative_tokens=[0, 1, 2], num_requests=[1, 2], max_tokens=24, repeats=2, warmup=0)
+    rows = simulate_check.check(bench_config(asked), 2, [2], 4, 1)
+    assert [r["line"] for r in rows] == ["plain", "k=2", "async, k=2"]
+    assert all(r["num_requests"] == 2 and r["requests"] == 8 for r in rows)
+    for r in rows:
+        real, model = r["real"], r["simulated"]
+        assert set(model) <= set(real) and min(*real.values(), *model.values()) > 0
+        assert r["throughput_ratio"] == model["output_throughput"] / real["output_throughput"]
+    plain, fixed, scheduled = rows
+    assert plain["real"]["acceptance_length"] == plain["simulated"]["acceptance_length"] == 1.0
+    assert plain["real"]["verified_tokens"] == plain["simulated"]["verified_tokens"] == 1.0
+    assert fixed["real"]["acceptance_length"] > 1.5
+    for name in ("acceptance_length", "verified_tokens"):  # the last steps of a request are cut elsewhere
+        assert fixed["simulated"][name] == pytest.approx(fixed["real"][name], rel=0.15)
+        assert 1 <= scheduled["simulated"][name] <= fixed["simulated"][name] * 1.05
 
 
 # ---------------------------------------------------------------------------------------------- the committed figures
