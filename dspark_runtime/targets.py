@@ -160,6 +160,14 @@ def target_config(name: str) -> ModelConfig | KimiK3Config:
     return read_gguf(path)[0] if path.suffix == ".gguf" else _folder_config(path)
 
 
+def attention_config(name: str) -> ModelConfig:
+    """As `target_config`, of a decoder whose layers all have keys and values a head. Raises ConfigError for others."""
+    config = target_config(name)
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"target: found {name}, allowed: Llama, Qwen3 and Qwen3-MoE (other kernels are not built)")
+    return config
+
+
 def _folder_config(folder: Path) -> ModelConfig:
     path = folder / "config.json"
     if not path.is_file():

@@ -20,11 +20,11 @@ def variants(targets: Sequence[str], dtype: str, page_size: int) -> list[AnyVari
     """Every kernel of these architectures' attention. Raises KernelError for a shape that the kernels do not serve."""
     import torch
 
-    from dspark_runtime.targets import target_config
+    from dspark_runtime.targets import attention_config
     from verify_kernels.cute.attention.run import variants_of
 
     found: list[AnyVariant] = []
-    for c in map(target_config, targets):
+    for c in map(attention_config, targets):
         found += variants_of(
             getattr(torch, dtype), c.head_dim, c.num_attention_heads, c.num_key_value_heads, page_size, c.qk_norm
         )
@@ -74,13 +74,13 @@ def check(targets: Sequence[str], dtype: str, page_size: int, folder: Path | Non
     is off."""
     import torch
 
-    from dspark_runtime.targets import target_config
+    from dspark_runtime.targets import attention_config
     from eval import bench_attention as bench
 
     need_gpu()
     bad, worst, count = [], 0.0, 0
     for target in targets:
-        c = target_config(target)
+        c = attention_config(target)
         common = (getattr(torch, dtype), c.head_dim, c.num_attention_heads, c.num_key_value_heads, page_size)
         kinds = [(*common, mask, n, False) for mask, n in (("tree", 16), ("tree", 64), ("causal", 8), ("causal", 300))]
         for i in range(cases):
@@ -99,7 +99,7 @@ def bench(targets: Sequence[str], dtype: str, page_size: int, folder: Path | Non
     """Time of verify attention on this GPU beside its floor, for some contexts and tree sizes."""
     import torch
 
-    from dspark_runtime.targets import target_config
+    from dspark_runtime.targets import attention_config
     from eval import bench_attention as bench
     from eval.report import table
 
@@ -110,7 +110,7 @@ def bench(targets: Sequence[str], dtype: str, page_size: int, folder: Path | Non
     rows = []
     shapes = [(t, b, length, q) for t in targets for b, length in ((1, 1024), (1, 8192), (1, 131072), (32, 4096)) for q in (8, 16, 32, 64)]
     for i, (target, b, length, q) in enumerate(shapes):
-        c = target_config(target)
+        c = attention_config(target)
         if c.head_dim != 128:
             raise ConfigError(f"kernels bench: {target} has head_dim {c.head_dim}, allowed: 128")
         r = bench.timing((c.num_attention_heads, c.num_key_value_heads, b, length, q), folder, rates, {})

@@ -22,7 +22,7 @@ from dspark_runtime.errors import CheckpointError, ConfigError
 from dspark_runtime.models.base import Model
 from dspark_runtime.models.kimi_k3 import DummyTensors, KimiK3, kimi_k3_config, tensor_shapes
 from dspark_runtime.sampling import SamplingParams
-from dspark_runtime.targets import load_target
+from dspark_runtime.targets import Target, attention_config, load_target
 from tests.dspark_runtime import kimi_k3_cases as cases
 from tests.dspark_runtime.passes import Pages
 from verify_kernels import ops
@@ -272,6 +272,17 @@ def test_bfloat16_runs_end_to_end() -> None:
     assert engine.cache.states.bytes_per_request == state
 
 
+def test_dspark_check_finds_it_sound() -> None:
+    from eval.check import check_pair
+
+    model, _ = made(torch.float32)
+    lines: list[str] = []
+    target = Target("kimi-k3-tiny", model, None, model.config)
+    rows = check_pair(target, NgramDrafter(), 4, None, None, 0.1, 0.0, None, lines.append)
+    assert [r["check"] for r in rows] == ["prompt_lengths", "chain", "tree", "al"] and all(r["passed"] for r in rows)
+    assert any("not checked, recurrent layers do not draft" in line for line in lines)
+
+
 # ---------------------------------------------------------------------------------------------- weights, configurations
 
 
@@ -355,6 +366,8 @@ def test_what_does_not_run_says_so(own, tensors, tmp_path) -> None:
         load_target("deepseek-v4-flash", weights="dummy")
     with pytest.raises(ConfigError, match="drafter: draft:test has recurrent layers, allowed: attention only"):
         Engine(own, DraftModel(own), spec=TreeSpec.chain(2), max_model_len=64)
+    with pytest.raises(ConfigError, match="target: found kimi-k3-tiny, allowed: Llama, Qwen3 and Qwen3-MoE"):
+        attention_config("kimi-k3-tiny")
     with pytest.raises(ConfigError, match="device: found meta, allowed: cpu"):
         KimiK3(cases.config(), tensors, name="x", dtype=torch.float32, device="meta")
     with pytest.raises(ConfigError, match="max_model_len: found 4096, allowed: 1 to 2048"):
