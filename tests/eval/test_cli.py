@@ -18,6 +18,7 @@ import eval.check
 import eval.evaluate
 import eval.floor
 import eval.generate
+from dspark_runtime.configs import load_model_config
 from dspark_runtime.models.scripted import ScriptedModel
 from eval.cli import main
 from eval.floor import Ceilings
@@ -64,14 +65,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path) -> None:
     def load(name: str, config: object) -> SimpleNamespace:
         return SimpleNamespace(
-            model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted"
+            model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted",
+            config=load_model_config("tiny"),
         )
 
     def load_pair(name: str, config: object) -> SimpleNamespace:
         """A drafter's folder needs a target with layers to tap."""
         if not Path(config.drafter).is_dir():
             return load(name, config)
-        return SimpleNamespace(model=target(), tokenizer=Characters(DIMS["vocab_size"]), name="random")
+        return SimpleNamespace(model=target(), tokenizer=Characters(DIMS["vocab_size"]), name="random", config=load_model_config("tiny"))
 
     for module in (eval.bench, eval.check, eval.generate):
         monkeypatch.setattr(module, "load", load)
