@@ -9,9 +9,10 @@ of a drafter's head. OUT is JSON: "jobs", for each a dictionary with
   drafts    [[request, committed tokens, chain of K, confidences]]
   counts    vLLM's own counters
   model     the drafter's class
+  modules   those of this project in this process by then
   error     in place of all these: what the engine raised
 
-and "registered" (what vLLM has for Qwen3DSparkModel) and "modules" (those of this project in this process).
+and "registered", the module that vLLM has for Qwen3DSparkModel.
 """
 
 import gc
@@ -74,7 +75,9 @@ def run(job: dict) -> dict:
             if not output.finished and chain is not None:
                 drafts.append([i, len(texts[i]), *chain])
     counts = {m.name: m.value for m in llm.get_metrics() if "spec_decode" in m.name and hasattr(m, "value")}
-    return dict(texts=texts, drafts=drafts, logprobs=logprobs, counts=counts, model=model)
+    ours = ("dspark_runtime", "drafters", "verify_kernels")
+    modules = sorted(name for name in sys.modules if name.split(".")[0] in ours)
+    return dict(texts=texts, drafts=drafts, logprobs=logprobs, counts=counts, model=model, modules=modules)
 
 
 def attempt(job: dict) -> dict:
@@ -91,7 +94,4 @@ def attempt(job: dict) -> dict:
 if __name__ == "__main__":
     jobs, out = map(Path, sys.argv[1:])
     found = [attempt(job) for job in json.loads(jobs.read_text())]
-    registered = ModelRegistry.models["Qwen3DSparkModel"]
-    ours = ("dspark_runtime", "drafters", "verify_kernels")
-    modules = sorted(name for name in sys.modules if name.split(".")[0] in ours)
-    out.write_text(json.dumps(dict(jobs=found, registered=registered.module_name, modules=modules)))
+    out.write_text(json.dumps(dict(jobs=found, registered=ModelRegistry.models["Qwen3DSparkModel"].module_name)))
