@@ -115,7 +115,10 @@ def chains(survival: Sequence[float]) -> list[Shape]:
 
 
 def trees(survival: Sequence[float], shares: np.ndarray, largest: int) -> list[Shape]:
-    """The best tree of every size up to `largest` nodes and every depth, without chains and repetitions."""
+    """The best tree of every size up to `largest` nodes and every limit of depth, without chains and repetitions.
+
+    Among them is the best shape as long as drafting deeper takes no less time.
+    """
     ranks = profiles(survival, shares)
     found: dict[TreeSpec, Shape] = {}
     for depth in range(1, len(ranks) + 1):

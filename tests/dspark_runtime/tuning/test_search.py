@@ -24,8 +24,9 @@ MS = st.floats(1, 20)
 
 @st.composite
 def cases(draw) -> tuple[Curve, list[float]]:
-    """A curve without any order in it, and rates."""
-    points = [point(1, k + 1, k, draw(MS), draft=draw(MS) if k else 0.0) for k in range(DEPTH + 1)]
+    """A curve without any order in it, but that drafting deeper takes no less time, and rates."""
+    drafting = [0.0, *sorted(draw(st.lists(MS, min_size=DEPTH, max_size=DEPTH)))]
+    points = [point(1, k + 1, k, draw(MS), draft=drafting[k]) for k in range(DEPTH + 1)]
     points += [point(1, t, DEPTH - (t == 4), draw(MS), draft=30 + draw(MS)) for t in (4, 5, NODES)]
     rates = draw(st.lists(st.floats(0.05, 0.95), min_size=DEPTH, max_size=DEPTH))
     return curve(points, draw(st.sampled_from(["step", "linear"]))), rates
