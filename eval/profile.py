@@ -263,9 +263,11 @@ def text(curve: Curve) -> str:
     ]
     rule = "the next measured size's cost" if curve.between == "step" else "a straight line"
     lines = [f"Step-cost curve. {curve.label}.", f"Between measured sizes: {rule}.", *curve.notes]
-    if curve.source == "measured":
+    if curve.source == "measured" and curve.repeats > 1:
         lines.append(
             f"All points drifted together by {percent(curve.drift)} between repeats; ± is what each did beside that."
         )
+    if curve.source == "measured" and curve.repeats == 1:
+        lines.append("One repeat: nothing is known of drift and ±.")
     lines.append("")
     return "\n".join(lines) + table(header, body) + "\n"

@@ -72,7 +72,11 @@ def find(asked: Asked, command: str) -> Tuned:
         raise ConfigError(f"measure: found a predicted curve of {curve.machine}, allowed: one measured on this machine")
     if asked.measure and asked.other_machine:
         raise ConfigError("measure: found with --other-machine, allowed: a curve measured on this machine")
+    if asked.latency is not None and not 0 < asked.latency < math.inf:
+        raise ConfigError(f"latency: found {asked.latency:g}, allowed: more than 0 ms per token, and finite")
     stamps, notes = stamps_of(curve, asked.other_machine), list(curve.notes)
+    if curve.source == "measured" and curve.repeats == 1:
+        notes.append("the curve has one repeat: nothing is known of its spread, and no interval holds any of it")
     suites = read_suites(asked)
     context = asked.context if asked.context is not None else curve.contexts[-1]
     requests = sorted(set(asked.num_requests or curve.num_requests))
@@ -157,7 +161,11 @@ def read_suites(asked: Asked) -> list[Suite]:
             "allowed: one of --acceptance FILE, --rates, --survival"
         )
     if asked.acceptance is None:
-        suites = [typed(asked.rates or asked.survival, asked.rates is not None, asked.steps)]
+        for name in ("suite", "temperature"):
+            if getattr(asked, name) is not None:
+                raise ConfigError(f"{name}: found with --{given[0]}, allowed: with --acceptance FILE")
+        conditional = asked.rates is not None
+        suites = [typed(asked.rates if conditional else asked.survival, conditional, asked.steps)]
         enough(suites, "steps")
         return suites
     if asked.steps is not None:

@@ -21,6 +21,8 @@ from dspark_runtime.tuning.curve import read_json
 MIN_STEPS = 100
 """Fewer steps than this say too little: the AL's standard error is then up to a quarter of a token at 7 drafts."""
 
+MOST_STEPS = 10**12
+
 MIN_REQUESTS = 8
 """A trace of at least this many requests is resampled by request: the steps of one request resemble each other."""
 
@@ -74,8 +76,8 @@ def checked_suite(
                 "that accepts position i accepted all before it; conditional rates go in --rates)"
             )
     if num_steps is not None:
-        if type(num_steps) is not int or num_steps < 1:
-            raise ConfigError(f"{where}num_steps: found {num_steps!r}, allowed: a number of steps, 1 or more")
+        if type(num_steps) is not int or not 1 <= num_steps <= MOST_STEPS:
+            raise ConfigError(f"{where}num_steps: found {num_steps!r}, allowed: a number of steps, 1 to {MOST_STEPS}")
     if acceptance_length is not None:
         length = _numbers([acceptance_length], f"{where}acceptance_length")[0]
         if length > len(rates) + 1:
@@ -124,11 +126,13 @@ def typed(text: str, conditional: bool, num_steps: int | None) -> Suite:
 def read_acceptance(path: Path, temperature: float | None = None) -> list[Suite]:
     """Suites of a file: a trace (.jsonl, see `read_trace`), `dspark eval --json` (its chains at one temperature, the
     first in the file if none is asked for), or {"suites": [{"name", "survival", "num_steps", "profile"?}]}."""
-    if path.suffix == ".jsonl":
-        return read_trace(path)
-    values = read_json(path)
+    values = None if path.suffix == ".jsonl" else read_json(path)
     if isinstance(values, dict) and "suites" not in values and isinstance(values.get("results"), list):
         return _suites_of_eval(values["results"], temperature, path)
+    if temperature is not None:
+        raise ConfigError(f"temperature: found with {path}, allowed: with a file of `dspark eval --json`")
+    if path.suffix == ".jsonl":
+        return read_trace(path)
     rows = values.get("suites") if isinstance(values, dict) else None
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f'{path}: suites: missing, allowed: {{"suites": [{{"name", "survival", "num_steps"}}, ...]}}')
@@ -151,7 +155,11 @@ def _suites_of_eval(rows: list[object], temperature: float | None, path: Path) -
     """The chains of an evaluation. Survival is the product of the conditional rates: a step that a stop token ended
     says nothing of the positions behind it, so the unconditional rates there rest on fewer steps."""
     chains = [r for r in rows if isinstance(r, dict) and r.get("shape") == "chain" and "suite" in r]
-    found = list(dict.fromkeys(r.get("temperature") for r in chains))
+    for row in chains:
+        t = row.get("temperature")
+        if isinstance(t, bool) or not isinstance(t, (int, float)) or not t >= 0:
+            raise ConfigError(f"{path}: results: temperature: found {t!r}, allowed: a number, 0 or more")
+    found = list(dict.fromkeys(r["temperature"] for r in chains))
     if not chains:
         raise ConfigError(
             f"{path}: results: found no chains, allowed: a file of `dspark eval --json` with the shape chain"
@@ -182,15 +190,17 @@ def read_trace(path: Path) -> list[Suite]:
     is the number of drafts. A drafter that has no confidence says `drafted`, that number, instead. Without request,
     steps count as independent; without suite, all belong to one."""
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start})") from None
     found: dict[str, list[tuple[int, int, int, list[float] | None]]] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
             step = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON ({error})") from None
         if not isinstance(step, dict) or "accepted" not in step or not {"confidence", "drafted"} & set(step):
             raise ConfigError(f"{where}: accepted, confidence: missing")

@@ -17,7 +17,7 @@ import pytest
 import eval.bench
 import eval.floor
 from drafters.ngram import NgramDrafter
-from dspark_runtime.configs import load_tree, read_yaml
+from dspark_runtime.configs import load_model_config, load_tree, read_yaml
 from dspark_runtime.models.scripted import ScriptedModel
 from dspark_runtime.tuning.curve import load_curve
 from eval.cli import main
@@ -36,7 +36,7 @@ QUICK = ["--repeats", "2", "--warmup", "0", "--tokens", "8", "--context", "16", 
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(name: str, config: object) -> SimpleNamespace:
         model = ScriptedModel(V, lambda prefix: np.eye(V)[(prefix[-1] + 5) % 20].tolist(), max_model_len=512)
-        return SimpleNamespace(model=model, tokenizer=None, name="scripted")
+        return SimpleNamespace(model=model, tokenizer=None, name="scripted", config=load_model_config("tiny"))
 
     monkeypatch.setattr(eval.bench, "load", load)
     monkeypatch.setattr(eval.floor, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "fixed by the test"))
@@ -82,6 +82,14 @@ def test_profile_measures_every_shape_and_writes_the_curve(capsys: pytest.Captur
     assert all(p.draft_ms == 0 for p in c.points if not p.depth) and all(p.verify_ms > 0 for p in c.points)
     assert c.environment["commit"] and c.environment["cpu"] == cpu_name() and c.command.startswith("dspark profile -k")
     assert out.count("\n| 1 |") == 6 and "SPS" in out and "a straight line" in out
+
+
+def test_one_repeat_claims_nothing_of_its_spread(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("profile", "-k", "0-1", "--json", "c.json", *QUICK, "--repeats", "1") == 0
+    out = capsys.readouterr().out
+    assert "One repeat: nothing is known of drift and ±." in out and "drifted" not in out
+    assert dspark("tune", "c.json", "--rates", "0.5") == 0
+    assert "Note: the curve has one repeat: nothing is known of its spread" in capsys.readouterr().out
 
 
 def test_profile_predicts_without_torch() -> None:
@@ -309,6 +317,17 @@ def test_a_predicted_curve_says_so(capsys: pytest.CaptureFixture[str]) -> None:
         (["curve.json", "--rates", "0.5", "-b", "0"], "num_requests: found 0, allowed: 1 or more"),
         (["curve.json", "--rates", "0.5", "--context", "9"], "context: found 9, allowed: 64 to 64"),
         (["curve.json", "--rates", "0.5", "--latency", "-1"], "latency: found -1, allowed: more than 0"),
+        (["curve.json", "--rates", "0.5", "--latency", "inf"], "latency: found inf, allowed: more than 0"),
+        (["curve.json", "--rates", ""], "rates: found '', allowed: numbers separated by commas"),
+        (["curve.json", "--rates", "0.5", "--suite", "a"], "suite: found with --rates, allowed: with --acceptance"),
+        (["curve.json", "--survival", "0.5", "--temperature", "1"], "temperature: found with --survival, allowed"),
+        (["curve.json", "--acceptance", "few.json", "--temperature", "1"], "temperature: found with few.json, allowed"),
+        (["curve.json", "--acceptance", "latin.jsonl"], "latin.jsonl: not UTF-8 (byte 37)"),
+        (["curve.json", "--acceptance", "nested.json"], "nested.json: not JSON"),
+        (["curve.json", "--acceptance", "nested.jsonl"], "nested.jsonl:1: not JSON"),
+        (["curve.json", "--acceptance", "hot.json"], "hot.json: results: temperature: found 'hot', allowed: a number"),
+        (["curve.json", "--acceptance", "huge.json"], "suites[0]: num_steps: found 1000"),
+        (["endless.json", "--rates", "0.5"], "endless.json: points.0.spread: found inf, allowed"),
         (["curve.json", "--rates", "0.5", "--plot", "x.pdf"], "plot: found 'x.pdf'"),
         (
             ["curve.json", "--rates", "0.5", "--yaml", "no/x.yaml"],
@@ -327,6 +346,15 @@ def test_tune_refuses_in_one_line(arguments: list[str], message: str, capsys: py
     Path("few.json").write_text(json.dumps({"suites": few}))
     long = {"name": "a", "survival": [0.5, 0.4], "num_steps": 300, "acceptance_length": 4}
     Path("long.json").write_text(json.dumps({"suites": [long]}))
+    Path("huge.json").write_text(json.dumps({"suites": [few[0] | {"num_steps": 10**400}]}))
+    Path("latin.jsonl").write_bytes(b'{"accepted": 1, "confidence": [0.5]}\n\xff')
+    for name in ("nested.json", "nested.jsonl"):
+        Path(name).write_text("[" * 100_000)
+    row = dict(shape="chain", suite="a", temperature="hot", steps=200, spec_decode_conditional_acceptance_rates=[0.5])
+    Path("hot.json").write_text(json.dumps({"results": [row]}))
+    spoiled = json.loads(Path("curve.json").read_text())
+    spoiled["points"][0]["spread"] = float("inf")
+    Path("endless.json").write_text(json.dumps(spoiled))
     assert dspark("tune", *arguments) == 2
     out, err = capsys.readouterr()
     assert message in err and err.count("\n") == 1 and not out
