@@ -190,10 +190,7 @@ def bench(
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
     for name, path in (("json", json_file), ("plot", plot_file)):
-        if path is not None and not path.parent.is_dir():
-            raise DsparkError(f"{name}: folder {path.parent} does not exist")
-        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
+        writable(name, path)
     settings = recipe(config, flags)
 
     from eval.bench import bench as run_bench
@@ -205,10 +202,7 @@ def bench(
         close()
     sys.stdout.write(report.render(run, output))
     if json_file is not None:
-        try:
-            json_file.write_text(report.render(run, "json"))
-        except OSError as error:
-            raise DsparkError(f"json: {json_file}: {error.strerror}") from None
+        write("json", json_file, report.render(run, "json"))
     if plot_file is not None:
         report.plot(run, plot_file)
     if run.interrupted:
@@ -342,12 +336,9 @@ def evaluate(
     settings = eval_config({name: value for name, value in flags.items() if value is not None})
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
-    for name, path in (("json", json_file), ("plot", plot_file)):
-        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
-
+    for name, path in (("json", json_file), ("trace", trace_file), ("plot", plot_file)):
+        writable(name, path)
     if trace_file is not None:
-        writable("trace", trace_file)
         if settings.scheduler != "none" or "chain" not in settings.trees:
             raise DsparkError("trace: found with a scheduler or without chains, allowed: chains, all of them verified")
         if trace_file.suffix != ".jsonl":
@@ -366,7 +357,7 @@ def evaluate(
     if json_file is not None:
         write_result(json_file, context_of_call.obj, [row.model_dump() for row in found.rows], **found.facts)
     if trace_file is not None:
-        trace_file.write_text("".join(json.dumps(line) + "\n" for line in found.trace))
+        write("trace", trace_file, "".join(json.dumps(line) + "\n" for line in found.trace))
     if plot_file is not None:
         evaluate_report.plot(found, plot_file)
 
@@ -398,7 +389,7 @@ def check(
     flags = dict(
         target=target,
         drafter=drafter,
-        num_speculative_tokens=k or "4",  # not asked for: fewer where the drafter makes fewer
+        num_speculative_tokens="4" if k is None else k,  # not asked for: fewer where the drafter makes fewer
         device=device,
         dtype=dtype,
         weights=weights,
@@ -412,12 +403,13 @@ def check(
         raise DsparkError("drafter: found none, allowed: the drafter to check")
     if not tolerance >= 0:
         raise DsparkError(f"tolerance: found {tolerance}, allowed: 0 or more")
-
+    if expect_al is not None and not 1 <= expect_al <= 64:
+        raise DsparkError(f"expect_al: found {expect_al:g}, allowed: 1 to 64 (the bonus token counts)")
+    if not 0 <= min_al <= 64:
+        raise DsparkError(f"min_al: found {min_al:g}, allowed: 0 to 64")
     if context is not None and context < 1:
         raise DsparkError(f"context: found {context}, allowed: 1 or more")
-    place = json_file if json_file is None or json_file.exists() else json_file.parent
-    if place is not None and (json_file.is_dir() or not os.access(place, os.W_OK)):
-        raise DsparkError(f"json: found {str(json_file)!r}, allowed: a file that can be written")
+    writable("json", json_file)
 
     from eval.check import check as run_check
 
@@ -532,7 +524,9 @@ def reproduce(
     from eval import reproduce as room
 
     what = room.WhatIf(al=al, gpus=gpus, hardware=hardware, tokens=tokens, tree=tree, requests=num_requests)
-    room.check_options(name, what, run, output, plot_file, report_file)
+    room.check_options(name, what, run, output, plot_file)
+    for field, path in (("plot", plot_file), ("report", report_file)):
+        writable(field, path)
     if output == "json":
         sys.stdout.write(room.as_json(name, what))
     else:
@@ -543,7 +537,7 @@ def reproduce(
         if plot_file is not None:
             reproduce_page.plot(room.changed(room.find_row(name), what), plot_file)
         if report_file is not None:
-            report_file.write_text(reproduce_page.page())
+            write("report", report_file, reproduce_page.page())
     if run:
         sys.stdout.write(room.measured(room.changed(room.find_row(name), what), context_of_call.obj))
 
@@ -650,7 +644,7 @@ def profile(
             close()
     sys.stdout.write(text(curve))
     if json_file is not None:
-        json_file.write_text(curve.model_dump_json(indent=1) + "\n")
+        write("json", json_file, curve.model_dump_json(indent=1) + "\n")
 
 
 @app.command()
@@ -720,7 +714,7 @@ def tune(
             close()
         sys.stdout.write("\n" + tune_report.measured_text(measured))
     if json_file is not None:
-        json_file.write_text(room.as_json(found, measured))
+        write("json", json_file, room.as_json(found, measured))
 
 
 @app.command()
@@ -808,7 +802,7 @@ def simulate(
         close()
     sys.stdout.write(simulate_report.text(found))
     if json_file is not None:
-        json_file.write_text(room.as_json(found))
+        write("json", json_file, room.as_json(found))
     if plot_file is not None:
         simulate_report.plot(found, plot_file)
 
@@ -816,6 +810,13 @@ def simulate(
 def writable(name: str, path: Path | None) -> None:
     if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
         raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
+
+
+def write(name: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise DsparkError(f"{name}: {path}: {error.strerror or error}") from None
 
 
 @app.command()

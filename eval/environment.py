@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dspark_runtime.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -88,13 +90,16 @@ def cpu_kernels() -> str | None:
 def write_result(
     path: Path, command: str, rows: list[dict[str, object]], device: str = "cpu", seed: int = 0, **extra: object
 ) -> None:
-    """A result that is no bench run: command, environment (extra included), seed, rows."""
+    """A result that is no bench run: command, environment (extra included), seed, rows. Raises ConfigError."""
     import torch
 
     facts = environment(torch.device(device), seed) | extra
     result = {"schema_version": 1, "command": command, "environment": facts, "seed": seed, "results": rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"json: {path}: {error.strerror or error}") from None
 
 
 def environment(

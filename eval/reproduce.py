@@ -499,9 +499,10 @@ def changed(row: Row, what: WhatIf) -> Row:
             raise ConfigError(f"{field}: found {value}, allowed: 1 or more")
     tokens = load_tree(what.tree).num_nodes if what.tree else what.tokens or point.tokens
     al = what.al if what.al is not None else point.acceptance_length
-    if not 1 <= al <= max(tokens, point.tokens):
-        raise ConfigError(f"al: found {al:g}, allowed: 1 to {max(tokens, point.tokens)} (the verified tokens)")
-    al = min(al, tokens)
+    if what.al is None:
+        al = min(al, tokens)  # the report's, as far as fewer tokens can carry it
+    if not 1 <= al <= tokens:
+        raise ConfigError(f"al: found {al:g}, allowed: 1 to {tokens} (the verified tokens)")
     update: dict[str, Any] = {"tokens": tokens, "acceptance_length": al, "requests": what.requests or point.requests}
     if what.gpus:
         update["gpus"] = what.gpus
@@ -583,6 +584,8 @@ def one_text(name: str, what: WhatIf) -> str:
     if what.changes:
         before, row = row, changed(row, what)
         said = ", ".join(f"{k} {v}" for k, v in what.changes.items())
+        if what.al is None and row.point.acceptance_length != before.point.acceptance_length:
+            said += f" (AL {row.point.acceptance_length:g}, as far as {row.point.tokens} tokens can carry it)"
         f = row.fitted_ms
         line = f"What if {said}: floor {row.step.floor.mid:.2f} ms, achievable {row.step.achievable.mid:.2f} ms"
         if f:
@@ -653,6 +656,8 @@ def as_json(name: str | None, what: WhatIf) -> str:
             "result": r.name, "title": r.entry.title, "use": r.point.use, "stack": r.entry.stack,
             "synthetic": r.point.synthetic, "parallelism": str(r.entry.split(r.point)),
             "reported": {r.point.metric: r.point.value}, "what_if": what.changes,
+            "num_requests": r.point.requests, "verified_tokens": r.point.tokens,
+            "acceptance_length": r.point.acceptance_length,
             "reported_step_ms": r.reported_ms, "floor_ms": vars(r.step.floor),
             "achievable_ms": vars(r.step.achievable), "constant": r.constant, "fitted_ms": r.fitted_ms,
             "error": r.error, "floor_share": r.share,
@@ -665,9 +670,7 @@ def as_json(name: str | None, what: WhatIf) -> str:
     return json.dumps({"schema_version": 1, "command": "dspark reproduce", "results": out}, indent=1) + "\n"
 
 
-def check_options(
-    name: str | None, what: WhatIf, run: bool, output: str, plot_file: Path | None, report_file: Path | None
-) -> None:
+def check_options(name: str | None, what: WhatIf, run: bool, output: str, plot_file: Path | None) -> None:
     """Raises ConfigError for options that do not go together, before anything is computed."""
     if output not in ("md", "json"):
         raise ConfigError(f"output: found {output!r}, allowed: md, json")
@@ -677,9 +680,6 @@ def check_options(
             raise ConfigError(f"{asked[0]}: found without a name, allowed: with one of {', '.join(names('reported'))}")
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise ConfigError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
-    for field, path in (("plot", plot_file), ("report", report_file)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{field}: folder {path.parent} does not exist")
 
 
 # -------------------------------------------------------------------------------------------- measured here

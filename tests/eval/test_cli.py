@@ -135,7 +135,7 @@ def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
         (["bench", "--nonsense"], "--nonsense"),
         (["bench", "-o", "xml"], "output: found 'xml', allowed: md, csv, json, jsonl"),
         (["bench", "--plot", "x.pdf"], "plot: found 'x.pdf'"),
-        (["bench", "--json", "no/folder/x.json"], "json: folder no/folder does not exist"),
+        (["bench", "--json", "no/folder/x.json"], "json: found 'no/folder/x.json', allowed: a file"),
         (["bench", "--al", "0.5"], "acceptance_length: found 0.5"),
         (["bench", "--al", "9", "-k", "0-7"], "acceptance_length: found 9, allowed: 1 to 8"),
         (["bench", "--al", "2", "-k", "0"], "num_speculative_tokens: found 0 with a synthetic acceptance"),
@@ -316,7 +316,10 @@ def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "-k", "0"], "num_speculative_tokens: found 0, allowed: one number from 1 to 63"),
         (["check", "-k", "1-3"], "num_speculative_tokens: found 1-3, allowed: one number from 1 to 63"),
         (["check", "--drafter", "none"], "drafter: found none, allowed: the drafter to check"),
+        (["check", "-k", ""], "num_speculative_tokens: found '', allowed: numbers and ranges"),
         (["check", "--tolerance", "-1"], "tolerance: found -1.0, allowed: 0 or more"),
+        (["check", "--min-al", "nan"], "min_al: found nan, allowed: 0 to 64"),
+        (["check", "--expect-al", "nan"], "expect_al: found nan, allowed: 1 to 64"),
         (["bench", "--al-law", "geometric"], "synthetic_acceptance_law: found without an acceptance_length"),
         (["bench", "-k", "0-9999999999"], "found '0-9999999999', allowed: numbers and ranges"),
         (["bench", "-k", "\u00b2"], "allowed: numbers and ranges"),
@@ -339,6 +342,23 @@ def test_what_cannot_be_meant_is_one_line(arguments: list[str], words: str, caps
     assert dspark(*arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is a device of Linux")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench -k 1 -b 1 --tokens 4 --repeats 1 --warmup 0 --json",
+        "check --json",
+        "eval ngram --max-tokens 4 --limit 1 --speed 0 --json",
+        "profile --hardware h200 --target qwen3-8b --json",
+        "reproduce --report",
+    ],
+)
+def test_a_full_disk_is_one_line(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark(*arguments.split(), "/dev/full") == 2
+    error = capsys.readouterr().err
+    assert error.endswith("/dev/full: No space left on device\n") and error.count("\n") == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- eval

@@ -159,6 +159,16 @@ def test_what_if() -> None:
     assert reproduce.al_to_match(row, base) == row.point.acceptance_length
 
 
+def test_fewer_tokens_than_the_reports_length_say_what_is_left_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("reproduce", CLAIM, "--tokens", "4") == 0
+    out = capsys.readouterr().out
+    assert dspark("reproduce", CLAIM, "--tokens", "4", "-o", "json") == 0
+    (one,) = json.loads(capsys.readouterr().out)["results"]
+    assert (one["acceptance_length"], one["verified_tokens"], one["num_requests"]) == (4, 4, 1)
+    assert "What if tokens 4 (AL 4, as far as 4 tokens can carry it)" in out
+    assert f"= {4e3 / one['fitted_ms']:.0f} tokens/s/user" in out
+
+
 def test_one_result_in_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert dspark("reproduce", CLAIM, "--al", "3") == 0
     out = capsys.readouterr().out
@@ -222,7 +232,9 @@ def test_no_heavy_library(arguments: list[str]) -> None:
         ([CLAIM, "--tree", "tree-8", "--tokens", "4"], "tree: found together with tokens"),
         (["-o", "xml"], "output: found 'xml', allowed: md, json"),
         ([CLAIM, "--plot", "x.pdf"], "plot: found 'x.pdf'"),
-        (["--report", "no/folder/x.html"], "report: folder no/folder does not exist"),
+        ([CLAIM, "--tokens", "4", "--al", "6"], "al: found 6, allowed: 1 to 4 (the verified tokens)"),
+        (["--report", "no/folder/x.html"], "report: found 'no/folder/x.html', allowed: a file that can be written"),
+        (["--report", "."], "report: found '.', allowed: a file that can be written"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
