@@ -11,7 +11,7 @@ from dspark_runtime.validation import checked
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Shape(_Strict):
@@ -105,7 +105,7 @@ class TrainConfig(_Strict):
     """A whole run: `dspark train FILE`."""
 
     target: str = "smollm2"
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 30)
     drafter: Shape
     prompts: PromptPlan = PromptPlan()
     answers: AnswerPlan = AnswerPlan()

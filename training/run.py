@@ -39,8 +39,13 @@ def train(
     """
     if stop_after not in STAGES:
         raise ConfigError(f"stop_after: found {stop_after!r}, allowed: {', '.join(STAGES)}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: {folder}: {error.strerror or error}") from None
     _check_shape(config)
+    if init is not None:
+        _check_start(init, folder)
     _keep_recipe(config, folder)
     if not (folder / "prompts.jsonl").is_file():
         _write_prompts(config, folder, report, prompts, evaluation, device, dtype, workers)
@@ -69,6 +74,19 @@ def _check_shape(config: TrainConfig) -> None:
         parse(drafter_config(config.drafter, target), "drafter", target.num_hidden_layers)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_start(init: Path, folder: Path) -> None:
+    """What can be said of `init` without the target; the trainer compares the shapes."""
+    from drafters.dspark.dialects import parse
+    from drafters.dspark.load import read_config
+
+    if (folder / "training" / "state.json").is_file():
+        raise ConfigError(f"init: {folder} holds a run already, allowed: a new folder, or going on without --init")
+    try:
+        parse(read_config(init), str(init))
+    except ValueError as error:
+        raise ConfigError(f"init: {error}") from None
 
 
 def _check_prompts(folder: Path, files: Sequence[Path], evaluation: Sequence[Path]) -> None:

@@ -107,8 +107,11 @@ class Trainer:
         self.config, self.plan, self.target, self.folder = config, config.training, target, folder
         self.network = new_network(config.drafter, target, config.seed)
         if init is not None:
-            with torch.no_grad():
+            try:
                 start = load_network(init, target.model).tensors()
+            except ValueError as error:
+                raise ConfigError(f"init: {error}") from None
+            with torch.no_grad():
                 for name, x in self.network.tensors().items():
                     if name not in start or start[name].shape != x.shape:
                         raise ConfigError(f"init: {init}: {name}: found {_shape(start.get(name))}, expected {list(x.shape)}")
@@ -129,8 +132,6 @@ class Trainer:
             self._mask, self._attention = torch.compile(block_mask, dynamic=False), flex
             self._draft = torch.compile(draft_pass, dynamic=False)
         if (folder / "state.json").is_file():
-            if init is not None:
-                raise ConfigError(f"init: {folder} holds a run already, allowed: a new folder, or going on without --init")
             self._resume()
 
     # ------------------------------------------------------------------ one step

@@ -195,6 +195,16 @@ def test_what_does_not_fit_together_is_refused(checkpoint: Path, answered: Path,
     refused("one.jsonl is not part of the run", config, answered, prompts=[tmp_path / "one.jsonl"])
     train(config, answered, nothing, **CPU, prompts=[tmp_path / "late.jsonl"], seconds=0.0)
     refused("holds a run already", config, answered, init=answered / "training" / "drafter")
+    refused("init: " + str(tmp_path / "g") + ": config.json: missing", config, tmp_path / "g", init=tmp_path / "g")
+    assert not (tmp_path / "g" / "prompts.jsonl").exists()
+    hollow = tmp_path / "hollow"
+    shutil.copytree(answered / "training" / "drafter", hollow)
+    for file in hollow.glob("*.safetensors*"):
+        file.unlink()
+    shutil.rmtree(answered / "training")
+    refused("init: " + str(hollow), config, answered, init=hollow)
+    (tmp_path / "file").write_text("")
+    refused(f"out: {tmp_path / 'file'}: File exists", config, tmp_path / "file")
 
 
 def test_another_schedule_on_the_same_answers_needs_its_own_training_folder(checkpoint: Path, finished: Path, answered: Path) -> None:
@@ -257,6 +267,9 @@ def test_the_command_trains_and_evaluates(
     (dict(drafter=dict(target_layer_ids=[0, 5])), "drafter.target_layer_ids: found [0, 5], allowed: 0 to 1, -1 for embeddings"),
     (dict(prompts=dict(domains=[dict(title="x", examples=["y"], template="none")])), "template: found 'none', allowed: a text with one <turn>"),
     (dict(answers=dict(temperatures=[])), "answers.temperatures"),
+    (dict(answers=dict(temperatures=[float("inf")])), "answers.temperatures.0: found inf"),
+    (dict(training=dict(lr=float("inf"))), "training.lr: found inf"),
+    (dict(seed=1 << 30), "seed: found 1073741824, allowed: input should be less than 1073741824"),
     (dict(target="nobody"), "target: found 'nobody', allowed: smollm2, a folder"),
 ])  # fmt: skip
 def test_a_recipe_that_cannot_be_meant_is_one_line(
