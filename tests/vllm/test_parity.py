@@ -4,6 +4,7 @@ AL. Stock vLLM first: then ours inside of it, with the heads that vLLM does not 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,17 @@ def test_stock_vllm_drafts_and_writes_the_same(tmp_path: Path) -> None:
     assert 0.5 < compare(*other, found["jobs"][1], texts) < K
 
 
+NESTED = dict(
+    target_layer_ids=[1, 3, 4], mask_token_id=7, markov_rank=9, markov_head_type="gated", enable_confidence_head=True,
+    confidence_head_with_markov=True,
+)  # fmt: skip
 DRAFTERS: dict[str, dict[str, Any]] = {
     "gated": dict(markov_head_type="gated"),
     "rnn": dict(markov_head_type="rnn", confidence_head_with_markov=False),
+    "specforge": dict(
+        architectures=["DSparkDraftModel"], markov_rank=None, markov_head_type=None, enable_confidence_head=None,
+        target_layer_ids=None, mask_token_id=None, dflash_config=NESTED,
+    ),
     "none": dict(markov_rank=0, markov_head_type=None, enable_confidence_head=False),  # DeepSpec's DFlash
     "pruned": dict(draft_vocab_size=32),
     "embeddings": dict(target_layer_ids=[-1, 2, 5], sample_from_anchor=False, block_size=5),
@@ -75,10 +84,12 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 def test_our_drafter_in_vllm_with_every_head(tmp_path: Path) -> None:
     target, texts = cases.random_target(tmp_path / "target"), cases.prompts(LENGTHS)
     drafters = {name: cases.random_drafter(tmp_path / name, **changes) for name, changes in DRAFTERS.items()}
+    scaling = dict(temperatures=[0.5, 2.0, 1.5, 0.7], dataset="x", num_samples=9, ece_before=0.1, ece_after=0.0)
+    (drafters["gated"] / "calibration.json").write_text(json.dumps(scaling))
     other = cases.planted_pair(tmp_path / "planted")
     jobs = [job(target, texts), job(other[0], texts), job(other[0], texts, other[1], confidence=True)]
     for name, changes in DRAFTERS.items():
-        jobs.append(job(target, texts, drafters[name], confidence=changes.get("enable_confidence_head", True)))
+        jobs.append(job(target, texts, drafters[name], confidence=changes.get("enable_confidence_head") is not False))
     found, log = cases.run(jobs, tmp_path)
     plain, other_plain, planted, *answers = found["jobs"]
     assert not [x["error"] for x in found["jobs"] if "error" in x], log[-3000:]
