@@ -61,12 +61,9 @@ def test_off_is_vllm_and_on_is_vllm_until_dspark_is_asked_for(tmp_path: Path) ->
 def test_an_engine_in_a_process_of_its_own_finds_the_plugin(tmp_path: Path) -> None:
     target = cases.random_target(tmp_path / "target")
     drafter = cases.random_drafter(tmp_path / "drafter", markov_head_type="gated")
-    plain = dict(target=str(target), prompts=cases.prompts((3, 20)), tokens=12)
-    jobs = [plain, plain | dict(speculative=cases.speculative(drafter))]
-    found, log = cases.run(jobs, tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1")
-    assert not [x["error"] for x in found["jobs"] if "error" in x], log[-3000:]
-    assert found["jobs"][0]["texts"] == found["jobs"][1]["texts"]
-    assert found["jobs"][1]["counts"]["vllm:spec_decode_num_drafts"] > 0
+    job = dict(target=str(target), prompts=cases.prompts((3, 20)), tokens=6, speculative=cases.speculative(drafter))
+    found, log = cases.run([job], tmp_path, VLLM_ENABLE_V1_MULTIPROCESSING="1")
+    assert found["jobs"][0].get("counts", {}).get("vllm:spec_decode_num_drafts"), log[-3000:]
     line = re.search(r"\((\w+) pid=\d+\).*DSpark drafter of dspark-runtime: .*, gated Markov head", log)
     assert line and line[1] != "MainProcess", log[-3000:]
 
@@ -135,7 +132,7 @@ def test_probabilistic_drafting_keeps_the_law_of_plain_vllm(tmp_path: Path) -> N
     for i, kind in enumerate(("vanilla", "gated", "rnn")):
         # Seeds of their own: one seed's draws are alike under every drafter, and the judge wants independent ones.
         sampling = dict(temperature=1.0, seed=1000 * (i + 1))
-        job = dict(target=str(target), prompts=texts, tokens=20, sampling=sampling)
+        job = dict(target=str(target), prompts=texts, tokens=16, sampling=sampling)
         drafter = cases.random_drafter(tmp_path / kind, markov_head_type=kind)
         # Closer to the target than noise, so that drafts are accepted and rejected.
         own = load_file(target / "model.safetensors")
@@ -155,7 +152,7 @@ def test_probabilistic_drafting_keeps_the_law_of_plain_vllm(tmp_path: Path) -> N
         for at in range(4 + 1, len(text)):  # the first token is drawn without drafts
             laws.append(np.exp([lines[at][str(token)] for token in range(V)]))
             tokens.append(text[at])
-    assert len(tokens) == 3 * 24 * 19 and np.allclose(np.sum(laws, axis=1), 1, atol=1e-4)
+    assert len(tokens) == 3 * 24 * 15 and np.allclose(np.sum(laws, axis=1), 1, atol=1e-4)
     for answer in found["jobs"]:
         counts = answer["counts"]
         rate = counts["vllm:spec_decode_num_accepted_tokens"] / counts["vllm:spec_decode_num_draft_tokens"]
