@@ -302,7 +302,7 @@ def plot(run: Run, path: Path) -> None:
 
 def is_bench(path: Path) -> bool:
     rows = json.loads(path.read_text()).get("results") or [{}]
-    return "output_throughput_per_user" in rows[0]
+    return "time_over_floor" in rows[0]  # a simulation has rates too
 
 
 def results_table(folder: Path = RESULTS) -> str:

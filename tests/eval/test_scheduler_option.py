@@ -12,6 +12,7 @@ import pytest
 import eval.bench
 import eval.evaluate
 import eval.floor
+from dspark_runtime.configs import load_model_config
 from dspark_runtime.models.scripted import ScriptedModel
 from eval.cli import main
 from eval.compare import compare
@@ -29,7 +30,7 @@ QUICK = ["--repeats", "2", "--warmup", "0", "--tokens", "24", "--context", "16",
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def load(name: str, config: object) -> SimpleNamespace:
         model = ScriptedModel(V, lambda prefix: np.eye(V)[(prefix[-1] + 5) % 20].tolist(), max_model_len=512)
-        return SimpleNamespace(model=model, tokenizer=object(), name="scripted")
+        return SimpleNamespace(model=model, tokenizer=object(), name="scripted", config=load_model_config("tiny"))
 
     monkeypatch.setattr(eval.bench, "load", load)
     monkeypatch.setattr(eval.evaluate, "load", load)
