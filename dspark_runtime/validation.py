@@ -1,8 +1,10 @@
-"""One line for what pydantic finds wrong in a file. No torch here."""
+"""One line for what is wrong in a file. No torch here."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -10,6 +12,16 @@ from pydantic import BaseModel, ValidationError
 from dspark_runtime.errors import ConfigError
 
 T = TypeVar("T", bound=BaseModel)
+
+
+def read_json(path: Path) -> object:
+    """What a JSON file holds. Raises ConfigError naming the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON ({error})") from None
 
 
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_runtime.errors import RequestError
+from dspark_runtime.errors import ConfigError, RequestError
 from training.config import AnswerPlan
 
 
@@ -113,10 +113,16 @@ def save_shard(path: Path, conversations: Sequence[tuple[Sequence[int], Sequence
 
 
 def load_shards(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens int32, flat; lengths [n, 2] of prompt and answer) of every shard, in order."""
+    """(tokens int32, flat; lengths [n, 2] of prompt and answer) of every shard, in order. Raises ConfigError."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    loaded = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    loaded = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            loaded.append(load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path}: not a readable safetensors file ({error}); delete it to have it answered again") from None
     if not loaded:
         return np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
     tokens = np.concatenate([part["tokens"].astype(np.int32) for part in loaded])
@@ -124,4 +130,11 @@ def load_shards(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]
+    """The lines of prompts.jsonl. Raises ConfigError naming file and line."""
+    found = []
+    for number, line in enumerate(path.read_text().split("\n"), start=1):
+        try:
+            found += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not JSON ({error})") from None
+    return found

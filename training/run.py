@@ -9,6 +9,7 @@ from typing import Any
 
 from training.config import TrainConfig
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.validation import read_json
 
 STAGES = ("prompts", "answers", "training")
 
@@ -114,7 +115,7 @@ def _keep_recipe(config: TrainConfig, folder: Path) -> None:
     """The recipe of the data lies beside it: a folder belongs to one. Training may be repeated with another schedule."""
     path, data = folder / "recipe.json", config.model_dump(mode="json", include={"target", "seed", "prompts", "answers"})
     if path.is_file():
-        if json.loads(path.read_text()) != data:
+        if read_json(path) != data:
             raise ConfigError(f"{folder}: holds prompts and answers of another recipe, allowed: a new folder")
         return
     _json(path, data)
@@ -310,10 +311,10 @@ def _summary(config: TrainConfig, folder: Path) -> dict[str, Any]:
     }
     state = folder / "training" / "state.json"
     if state.is_file():
-        values = json.loads(state.read_text())
+        values = read_json(state)
         found |= {"step": values["step"], "seconds": values["seconds"], "last": values["curve"][-1] if values["curve"] else None}
     held = folder / "training" / "held_out.json"
     if held.is_file():
-        found["held_out"] = json.loads(held.read_text())
+        found["held_out"] = read_json(held)
     _json(folder / "summary.json", found)
     return found

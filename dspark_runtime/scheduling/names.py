@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from drafters.topology import MAX_NODES
 from dspark_runtime.errors import ConfigError
-from dspark_runtime.tuning.curve import Curve, load_curve, read_json
+from dspark_runtime.tuning.curve import Curve, load_curve
+from dspark_runtime.validation import read_json
 
 if TYPE_CHECKING:
     from dspark_runtime.scheduling.policies import Policy

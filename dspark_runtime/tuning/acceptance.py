@@ -16,7 +16,7 @@ import numpy as np
 from drafters.topology import MAX_NODES
 from drafters.tree_search import assumed_profile
 from dspark_runtime.errors import ConfigError
-from dspark_runtime.tuning.curve import read_json
+from dspark_runtime.validation import read_json
 
 MIN_STEPS = 100
 """Fewer steps than this say too little: the AL's standard error is then up to a quarter of a token at 7 drafts."""

@@ -12,7 +12,6 @@ Beyond the largest measured size there is no cost: asking for one is an error. N
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from drafters.topology import MAX_NODES
 from dspark_runtime.errors import ConfigError
-from dspark_runtime.validation import checked
+from dspark_runtime.validation import checked, read_json
 
 SCHEMA_VERSION = 1
 IDENTITY = ("cpu", "cores", "gpu")
@@ -228,15 +227,6 @@ def load_curve(path: Path) -> Curve:
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ConfigError(f"{path}: schema_version: found {values.get('schema_version')!r}, allowed: {SCHEMA_VERSION}")
     return checked(Curve, values, str(path))
-
-
-def read_json(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
 
 
 def differs(curve: Curve, here: Mapping[str, object]) -> str | None:

@@ -207,6 +207,21 @@ def test_what_does_not_fit_together_is_refused(checkpoint: Path, answered: Path,
     refused(f"out: {tmp_path / 'file'}: File exists", config, tmp_path / "file")
 
 
+@pytest.mark.parametrize("name, words", [
+    ("recipe.json", "recipe.json: not JSON"),
+    ("prompts.jsonl", "prompts.jsonl:1: not JSON"),
+    ("answers/0000.safetensors", "answers/0000.safetensors: not a readable safetensors file"),
+    ("training/state.json", "training/state.json: not JSON"),
+])  # fmt: skip
+def test_a_damaged_file_of_a_run_is_named(name: str, words: str, checkpoint: Path, finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(finished, folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:7])
+    with pytest.raises(ConfigError) as error:
+        train(tiny.config(checkpoint), folder, nothing, **CPU)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
 def test_another_schedule_on_the_same_answers_needs_its_own_training_folder(checkpoint: Path, finished: Path, answered: Path) -> None:
     shorter = tiny.config(checkpoint, training=dict(steps=2))
     with pytest.raises(ConfigError, match="holds a run of another recipe"):
