@@ -35,14 +35,14 @@ def compare(target: Path, drafter: Path, theirs: dict[str, Any], texts: list[lis
     again = write(model, shaken, texts, TOKENS + K + 1, K)
     sure = [line for line in theirs["drafts"] if ours.chains[line[0], line[1]] == again.chains[line[0], line[1]]]
     assert len(sure) > 0.95 * len(theirs["drafts"]) > 19
-    assert [chain for _, _, chain, _ in sure] == [ours.chains[i, n] for i, n, _, _ in sure]
-    assert len({tuple(chain) for _, _, chain, _ in sure}) > 10
-    for i, n, _, probabilities in sure:
+    assert [chain for _, _, chain, *_ in sure] == [ours.chains[i, n] for i, n, *_ in sure]
+    assert len({tuple(chain) for _, _, chain, *_ in sure}) > 10
+    for i, n, _, probabilities, _ in sure:
         if probabilities:
             assert probabilities == pytest.approx(ours.sure[i, n], abs=1e-4)
 
     # Their own count of accepted drafts, from the same chains on the same text. A last step may be cut short.
-    counts = [ours.accepted(K)[i, n] for i, n, _, _ in theirs["drafts"]]
+    counts = [ours.accepted(K)[i, n] for i, n, *_ in theirs["drafts"]]
     assert theirs["counts"]["vllm:spec_decode_num_drafts"] == pytest.approx(len(counts), abs=len(texts))
     accepted = theirs["counts"]["vllm:spec_decode_num_accepted_tokens"]
     assert accepted == pytest.approx(sum(counts), abs=K * len(texts))

@@ -108,60 +108,64 @@ def test_a_broken_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
         assert re.fullmatch(re.escape(f"{tmp_path}/") + message, answer["error"]), answer["error"]
 
 
-def uniforms(law: np.ndarray, token: int, u: float) -> tuple[float, float]:
-    """Where a token falls in its law, uniform in [0, 1) if it was drawn from it: ranked by probability, and by id."""
-    order = np.argsort(-law, kind="stable")
-    ranked = np.concatenate(([0.0], law[order].cumsum()))
-    at = int(np.flatnonzero(order == token)[0])
-    below = law[:token].sum()
-    return ranked[at] + u * law[token], below + u * law[token]
+Judged = list[tuple[np.ndarray, list[int], int]]
+"""[(law [V], ids in the order of the draft's probabilities, token)]"""
 
 
-def pvalues(laws: list[np.ndarray], tokens: list[int]) -> list[float]:
+def pvalue(judged: Judged) -> float:
+    """Of: every token was drawn from its law. Along the order that the drafter gives it, where it falls in its law's
+    distribution function is uniform in [0, 1)."""
     g = np.random.default_rng(0)
-    values = np.array([uniforms(law, token, g.random()) for law, token in zip(laws, tokens)])
-    counts = [np.histogram(column, bins=20, range=(0, 1 + 1e-6))[0] for column in values.T]
-    return [float(stats.chisquare(x).pvalue) for x in counts]
+    values = []
+    for law, order, token in judged:
+        at = order.index(token)
+        values.append(law[order[:at]].sum() + g.random() * law[token])
+    return float(stats.chisquare(np.histogram(values, bins=20, range=(0, 1 + 1e-6))[0]).pvalue)
+
+
+def judged_texts(found: list[dict[str, Any]], target: Path, folder: Path) -> Judged:
+    """Every token that a drawn draft was verified for, with plain vLLM's own probabilities of all tokens there."""
+    folder.mkdir()
+    judge = dict(target=str(target), tokens=1, sampling=dict(prompt_logprobs=V))
+    answers, _ = cases.run([judge | dict(prompts=answer["texts"]) for answer in found], folder, **AWAY)
+    out: Judged = []
+    for answer, plain in zip(found, answers["jobs"], strict=True):
+        for i, n, chain, _, ranks in answer["drafts"]:
+            text = answer["texts"][i]
+            for k in range(len(chain)):
+                if n + k < len(text) and text[n : n + k] == chain[:k]:
+                    law = np.exp([plain["logprobs"][i][n + k][str(token)] for token in range(V)])
+                    assert abs(law.sum() - 1) < 1e-4
+                    out.append((law, ranks[k], text[n + k]))
+    return out
 
 
 def test_probabilistic_drafting_keeps_the_law_of_plain_vllm(tmp_path: Path) -> None:
-    """Texts with drawn drafts, judged by plain vLLM's own probabilities of every token after its prefix."""
     target = cases.random_target(tmp_path / "target")
-    texts = cases.prompts((4,) * 24, seed=8)
+    own = load_file(target / "model.safetensors")["lm_head.weight"]
     jobs = []
     for i, kind in enumerate(("vanilla", "gated", "rnn")):
-        # Seeds of their own: one seed's draws are alike under every drafter, and the judge wants independent ones.
-        sampling = dict(temperature=1.0, seed=1000 * (i + 1))
-        job = dict(target=str(target), prompts=texts, tokens=16, sampling=sampling)
         drafter = cases.random_drafter(tmp_path / kind, markov_head_type=kind)
         # Closer to the target than noise, so that drafts are accepted and rejected.
-        own = load_file(target / "model.safetensors")
-        edit(drafter, lambda c, x: x.update({"lm_head.weight": 0.5 * own["lm_head.weight"]}))
-        jobs.append(job | dict(speculative=cases.speculative(drafter, "probabilistic", k=3)))
+        edit(drafter, lambda c, x: x.update({"lm_head.weight": 0.5 * own}))
+        # Seeds of their own: one seed's draws are alike under every drafter, and the judge wants independent ones.
+        jobs.append(dict(
+            target=str(target), prompts=cases.prompts((4,) * 24, seed=8), tokens=16, ranks=True,
+            sampling=dict(temperature=1.0, seed=1000 * (i + 1)), speculative=cases.speculative(drafter, "probabilistic", k=3),
+        ))  # fmt: skip
     found, log = cases.run(jobs, tmp_path)
     assert not [x["error"] for x in found["jobs"] if "error" in x], log[-3000:]
-    (tmp_path / "judge").mkdir()
-    judge = dict(target=str(target), tokens=1, sampling=dict(prompt_logprobs=V))
-    asked = [judge | dict(prompts=answer["texts"]) for answer in found["jobs"]]
-    judged, _ = cases.run(asked, tmp_path / "judge", **AWAY)
-    written = [text for answer in found["jobs"] for text in answer["texts"]]
-    probabilities = [lines for answer in judged["jobs"] for lines in answer["logprobs"]]
-    laws: list[np.ndarray] = []
-    tokens: list[int] = []
-    for text, lines in zip(written, probabilities, strict=True):
-        for at in range(4 + 1, len(text)):  # the first token is drawn without drafts
-            laws.append(np.exp([lines[at][str(token)] for token in range(V)]))
-            tokens.append(text[at])
-    assert len(tokens) == 3 * 24 * 15 and np.allclose(np.sum(laws, axis=1), 1, atol=1e-4)
     for answer in found["jobs"]:
         counts = answer["counts"]
         rate = counts["vllm:spec_decode_num_accepted_tokens"] / counts["vllm:spec_decode_num_draft_tokens"]
         assert 0.03 < rate < 0.97, rate
-    assert min(pvalues(laws, tokens)) > 1e-3
-    # The same judge on as many tokens of a law that is a little too sharp.
+    judged = judged_texts(found["jobs"], target, tmp_path / "judge")
+    assert len(judged) > 800
+    assert pvalue(judged) > 1e-3
+    # The same judge where one token in ten is the drafter's best.
     g = np.random.default_rng(1)
-    sharp = [x / x.sum() for x in (law**1.2 for law in laws)]
-    assert min(pvalues(laws, [int(g.choice(V, p=law)) for law in sharp])) < 1e-6
+    wrong = [(law, order, order[0] if g.random() < 0.1 else int(g.choice(V, p=law / law.sum()))) for law, order, _ in judged]
+    assert pvalue(wrong) < 1e-3
 
 
 def test_prompt_lookup_by_custom_class(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 JOBS is a JSON list of dictionaries: "target"; "prompts" (id lists), all at once; "tokens"; "sampling" (of
 SamplingParams); "speculative" (a speculative_config, none for plain decoding); "engine" (more of LLM's arguments);
-"confidence": 1 to note the confidences of a drafter's head. OUT is JSON: "jobs", for each a dictionary with
+"confidence": 1 to note the confidences of a drafter's head; "ranks": 1 to note how our drawn drafts were ranked. OUT is JSON: "jobs", for each a dictionary with
 
   texts     [prompt + output]
   logprobs  [[{id: log probability}]] of the outputs, if asked for
-  drafts    [[request, committed tokens, chain of K, confidences]]
+  drafts    [[request, committed tokens, chain of K, confidences, ranks]], ranks: for each slot the ids by falling logit
   counts    vLLM's own counters
   model     the drafter's class
   modules   those of this project in this process by then
@@ -20,13 +20,15 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.worker.gpu.spec_decode.dspark.speculator import DSparkSpeculator
 
 gc.collect = lambda *_: 0  # takes most of an engine's start, and again at its end
 
-newest: dict[str, tuple[list[int], list[float]]] = {}
+newest: dict[str, tuple[list[int], list[float], list[list[int]]]] = {}
+drawn: list[torch.Tensor] = []
 speculators: list[DSparkSpeculator] = []
 propose, load = DSparkSpeculator.propose, DSparkSpeculator.load_model
 
@@ -34,8 +36,22 @@ propose, load = DSparkSpeculator.propose, DSparkSpeculator.load_model
 def watched(self, input_batch, *args, **kwargs):
     found = propose(self, input_batch, *args, **kwargs)
     sure = self.draft_token_confidence_probs[: len(found)].tolist() if self.use_confidence_head else [[]] * len(found)
-    newest.update(zip(input_batch.req_ids, zip(found.tolist(), sure)))
+    ranks = torch.stack(drawn, 1).argsort(-1, descending=True).tolist() if drawn else [[]] * len(found)
+    drawn.clear()
+    newest.update(zip(input_batch.req_ids, zip(found.tolist(), sure, ranks)))
     return found
+
+
+def watch_draws() -> None:
+    from dspark_runtime.vllm import model
+
+    draw = model.draw
+
+    def watched_draw(logits, *args):
+        drawn.append(logits)
+        return draw(logits, *args)
+
+    model.draw = watched_draw
 
 
 def loaded(self, *args, **kwargs):
@@ -53,6 +69,7 @@ def run(job: dict) -> dict:
         max_num_seqs=max(len(prompts), 2), max_num_batched_tokens=64, enable_prefix_caching=False, async_scheduling=False,
         disable_log_stats=False, max_logprobs=-1, num_gpu_blocks_override=256, speculative_config=job.get("speculative"), **job.get("engine", {}),
     )  # fmt: skip
+    drawn.clear()
     model = type(speculators[-1].model).__module__ if speculators else ""
     if job.get("confidence"):
         speculators[-1].use_confidence_head = True  # vLLM's switch asks for CUDA graphs
@@ -93,5 +110,7 @@ def attempt(job: dict) -> dict:
 
 if __name__ == "__main__":
     jobs, out = map(Path, sys.argv[1:])
+    if any(job.get("ranks") for job in json.loads(jobs.read_text())):
+        watch_draws()
     found = [attempt(job) for job in json.loads(jobs.read_text())]
     out.write_text(json.dumps(dict(jobs=found, registered=ModelRegistry.models["Qwen3DSparkModel"].module_name)))
