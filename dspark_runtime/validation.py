@@ -24,6 +24,12 @@ def read_json(path: Path) -> object:
         raise ConfigError(f"{path}: not JSON ({error})") from None
 
 
+def shown(value: object) -> str:
+    """A value in an error line, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """A validated `kind`, or a ConfigError of one line that names `where` and the field."""
     try:
@@ -37,5 +43,5 @@ def checked(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         elif first["type"] == "extra_forbidden":
             message = "unknown field"
         elif first["type"] != "value_error":
-            message = f"found {first['input']!r}, allowed: {message[0].lower()}{message[1:]}"
+            message = f"found {shown(first['input'])}, allowed: {message[0].lower()}{message[1:]}"
         raise ConfigError(": ".join(part for part in (where, field, message) if part)) from None

@@ -55,6 +55,13 @@ def options(
         raise ConfigError(f"between: found {between!r}, allowed: auto, step, linear")
     if hardware is None and tp > 1:
         raise ConfigError(f"tp: found {tp} without --hardware, allowed: 1 (this engine runs on one GPU)")
+    if hardware is not None:
+        measuring = ("device", "dtype", "weights", "backend", "cuda_graph", "seed", "repeats", "warmup")
+        idle = next((name for name in measuring if flags.get(name) is not None), None)
+        if idle is not None:
+            raise ConfigError(f"{idle}: found with --hardware, allowed: without it (nothing is measured)")
+        if between == "step":
+            raise ConfigError("between: found step with --hardware, allowed: linear (the model knows every size)")
     contexts = numbers("context", context, 1)
     sizes = None if tree_tokens is None else [n for n in numbers("tree_tokens", tree_tokens, 0) if n]
     wrong = next((n for n in sizes or () if not 3 <= n <= MAX_NODES), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +11,7 @@ from drafters.topology import MAX_NODES
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.forced_routing import split as split_routing
 from dspark_runtime.scheduling.names import split as split_scheduler
+from dspark_runtime.validation import read_json, shown
 
 SCHEMA_VERSION = 1
 REAL = "real"
@@ -294,9 +294,11 @@ def one_line(error: ValidationError, where: str = "") -> str:
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = f"unknown field, allowed: {', '.join(BenchConfig.model_fields)}"
+    elif first["type"] == "missing":
+        message = "missing"
     elif first["type"] != "value_error":
         wish = message.removeprefix("Input should be ")
-        message = f"found {first['input']!r}, allowed: {wish}"
+        message = f"found {shown(first['input'])}, allowed: {wish}"
     return ": ".join(part for part in (where, field, message) if part)
 
 
@@ -479,12 +481,7 @@ class Run(Strict):
 
 def load_run(path: Path) -> Run:
     """Read a run. Raises ConfigError naming the file and the field."""
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
+    raw = read_json(path)
     if not isinstance(raw, dict) or "schema_version" not in raw:
         raise ConfigError(f"{path}: schema_version: missing, allowed: {SCHEMA_VERSION}")
     if raw["schema_version"] != SCHEMA_VERSION:

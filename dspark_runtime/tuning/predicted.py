@@ -43,7 +43,13 @@ def predicted_curve(
         raise ConfigError(f"num_speculative_tokens: found {lengths[-1]}, allowed: at most {depth} for {drafter}")
     shapes = [(k + 1, k) for k in lengths]
     shapes += [(t, min(lengths[-1], t - 2)) for t in sorted(set(tree_tokens)) if lengths[-1] > 0]
+    limit = model.max_position_embeddings
+    if limit is not None and max(contexts) > limit:
+        raise ConfigError(f"context: found {max(contexts)}, allowed: at most {limit}, the context limit of {target}")
     points, notes = [], set()
+    weights, memory = model.checkpoint_bytes / 1e9, parallelism.gpus * machine.datasheet.memory_gb
+    if weights >= memory:
+        notes.add(f"DOES NOT FIT: {weights:.0f} GB of weights, {memory:.0f} GB of memory")
     for context in contexts:
         for b in num_requests:
             for tokens, deep in shapes:

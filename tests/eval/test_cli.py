@@ -148,6 +148,8 @@ def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
         (["bench", "--config", "unknown.yaml"], "unknown.yaml: reqests: unknown field"),
         (["config", "unknown.yaml"], "unknown.yaml: reqests: unknown field"),
         (["compare", "missing.json", "missing.json"], "missing.json: No such file"),
+        (["compare", "other.json", "other.json"], "other.json: command: missing"),
+        (["compare", "wide.json", "wide.json"], "wide.json: command: found ['xxxxx"),
         (["generate", "hello", "--temperature", "-1"], "temperature: found -1.0"),
         (["magic"], "magic"),
     ],
@@ -157,9 +159,11 @@ def test_a_mistake_is_one_line_that_names_the_field(
 ) -> None:
     Path("broken.yaml").write_text("target: x\nnum_requests: [1,\n")
     Path("unknown.yaml").write_text("reqests: 3\n")
+    Path("other.json").write_text('{"schema_version": 1}')
+    Path("wide.json").write_text(json.dumps({"schema_version": 1, "command": ["x" * 50] * 50}))
     assert dspark(*arguments) == 2
     out, err = capsys.readouterr()
-    assert field in err and err.count("\n") == 1 and not out
+    assert field in err and err.count("\n") == 1 and len(err) < 1000 and not out
 
 
 # -------------------------------------------------------------------------------------------------------------- bench

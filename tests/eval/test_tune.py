@@ -84,6 +84,16 @@ def test_profile_measures_every_shape_and_writes_the_curve(capsys: pytest.Captur
     assert out.count("\n| 1 |") == 6 and "SPS" in out and "a straight line" in out
 
 
+def test_a_model_that_fits_no_memory_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    call = ["profile", "--hardware", "h200", "--target", "kimi-k3", "--context", "1024", "-k", "0-1", "--tree-tokens", "0"]
+    assert dspark(*call, "--json", "c.json") == 0
+    assert "DOES NOT FIT: " in capsys.readouterr().out
+    assert dspark("tune", "c.json", "--rates", "0.5") == 0
+    assert "Note: DOES NOT FIT: " in capsys.readouterr().out
+    assert dspark(*call, "--tp", "16") == 0
+    assert "DOES NOT FIT" not in capsys.readouterr().out
+
+
 def test_one_repeat_claims_nothing_of_its_spread(capsys: pytest.CaptureFixture[str]) -> None:
     assert dspark("profile", "-k", "0-1", "--json", "c.json", *QUICK, "--repeats", "1") == 0
     out = capsys.readouterr().out
@@ -115,6 +125,10 @@ def test_profile_predicts_without_torch() -> None:
         (["--tp", "2"], "tp: found 2 without --hardware"),
         (["--json", "no/c.json"], "json: found 'no/c.json', allowed: a file that can be written"),
         (["--hardware", "abacus"], "hardware: found 'abacus', allowed"),
+        (["--hardware", "h200", "--dtype", "float32"], "dtype: found with --hardware, allowed: without it"),
+        (["--hardware", "h200", "--cuda-graph"], "cuda_graph: found with --hardware, allowed: without it"),
+        (["--hardware", "h200", "--between", "step"], "between: found step with --hardware, allowed: linear"),
+        (["--hardware", "h200", "--context", "64,8193"], "context: found 8193, allowed: at most 8192, the context limit"),
         (
             ["--hardware", "h200", "--target", "qwen3-8b", "--drafter", "qwen3-8b"],
             "drafter: found 'qwen3-8b', allowed: ngram",
