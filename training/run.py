@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from training.config import TrainConfig
-from dspark_runtime.errors import ConfigError
+from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.validation import read_json
 
 STAGES = ("prompts", "answers", "training")
@@ -217,12 +219,18 @@ def _in_parts(work: Callable[..., None], what: str, workers: int, report: Report
     import multiprocessing
 
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    counts = [context.Array("l", 2) for _ in range(workers)]
+    counts, errors = [context.Array("l", 2) for _ in range(workers)], context.SimpleQueue()
     processes = [
-        context.Process(target=_part, args=(work, args, (i, workers), counts[i]), daemon=True) for i in range(workers)
+        context.Process(target=_part, args=(work, args, (i, workers), counts[i], errors), daemon=True)
+        for i in range(workers)
     ]
-    for process in processes:
-        process.start()
+    # Ctrl-C reaches every process of a terminal: this one ends the others. An ignored signal is inherited.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     while any(process.is_alive() for process in processes):
         for process in processes:
             process.join(0.5)
@@ -233,14 +241,20 @@ def _in_parts(work: Callable[..., None], what: str, workers: int, report: Report
         if process.exitcode:
             for other in processes:
                 other.terminate()
+            if not errors.empty():
+                raise ConfigError(errors.get())
             raise ConfigError(f"{what}: a worker ended with exit code {process.exitcode}; its own message is above")
 
 
-def _part(work: Callable[..., None], args: tuple[Any, ...], part: tuple[int, int], count: Any) -> None:
+def _part(work: Callable[..., None], args: tuple[Any, ...], part: tuple[int, int], count: Any, errors: Any) -> None:
     def report(done: int, total: int) -> None:
         count[0], count[1] = done, total
 
-    work(*args, part, report)
+    try:
+        work(*args, part, report)
+    except DsparkError as error:
+        errors.put(str(error))
+        sys.exit(1)
 
 
 def _train(

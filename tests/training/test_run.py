@@ -106,6 +106,12 @@ def test_workers_write_the_same_answers(checkpoint: Path, finished: Path, tmp_pa
     assert summary["answers"] == train(tiny.config(checkpoint), finished, nothing, stop_after="answers", **CPU)["answers"]
 
 
+def test_the_mistake_of_a_worker_is_one_line(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="^dtype: found 'int9', allowed: auto, float32"):
+        train(tiny.config(checkpoint), tmp_path, nothing, workers=2, device="cpu", dtype="int9")
+    assert not capfd.readouterr().err
+
+
 def test_the_drafter_of_a_run_drafts_for_its_target(checkpoint: Path, finished: Path) -> None:
     target = load_target(str(checkpoint), **CPU)
     drafter = load_drafter(finished / "training" / "drafter", target.model)
