@@ -135,7 +135,8 @@ class LinearVariant:
 class ExpertsVariant:
     """Constants of the grouped products of a mixture of experts; see `moe.kernel.Experts`.
 
-    tokens: columns, 8, 16, 32 or 64, of which a call may use fewer; top_k of experts; down: the second product.
+    tokens: columns, 8, 16, 32 or 64, of which a call may use fewer; top_k of experts; down: the second product; kind:
+    of weights, "plain" for 16 bits, "fp8" or "mxfp4" as `moe.pack` has them.
     """
 
     dtype: str
@@ -144,12 +145,13 @@ class ExpertsVariant:
     top_k: int
     stages: int
     down: bool
+    kind: str = "plain"
     pdl: bool = True
 
     @property
     def name(self) -> str:
         ends = ("_down" if self.down else "_gate_up") + ("" if self.pdl else "_nopdl")
-        return f"experts_{self.dtype}_t{self.tokens}_e{self.experts}_k{self.top_k}_s{self.stages}{ends}"
+        return f"experts_{self.dtype}_{self.kind}_t{self.tokens}_e{self.experts}_k{self.top_k}_s{self.stages}{ends}"
 
 
 AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant
@@ -293,13 +295,21 @@ def compile_variant(variant: AnyVariant, options: str = "") -> Any:
             options=options,
         )
     if isinstance(variant, ExpertsVariant):
+        experts = Experts(dtype, **constants)
         rows, inner, outer = size(), size(divisibility=8), size()
         strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
         picks = (tokens, variant.top_k)
+        stacked = make_fake_tensor(dtype, (variant.experts, rows, inner), strides, assumed_align=16)
+        if variant.kind != "plain":
+            from verify_kernels.cute.moe.pack import BYTES
+
+            size_of = BYTES[variant.kind]
+            strides = (cute.sym_int64(divisibility=16), cute.sym_int64(divisibility=16), size_of, 1)
+            stacked = make_fake_tensor(cutlass.Uint8, (variant.experts, size(), size(), size_of), strides, assumed_align=16)
         return cute.compile(
-            Experts(dtype, **constants),
+            experts,
             make_fake_tensor(dtype, (size(), inner), (cute.sym_int64(divisibility=8), 1), assumed_align=16),
-            make_fake_tensor(dtype, (variant.experts, rows, inner), strides, assumed_align=16),
+            stacked,
             make_fake_tensor(cutlass.Int64, picks, (size(), 1), assumed_align=8),
             None if variant.down else make_fake_compact_tensor(f32, picks, stride_order=(1, 0), assumed_align=4),
             make_fake_tensor(dtype, (size(), outer), (cute.sym_int64(), 1), assumed_align=2),

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 import numpy as np
 from cutlass.cute.runtime import from_dlpack
 
+from verify_kernels.cute.moe.dequantize import e2m1_pairs, e4m3_pairs, mxfp4_factor
 from verify_kernels.cute.moe.kernel import tokens_below
 
 
@@ -22,4 +23,34 @@ def tokens_before_each(masks: np.ndarray) -> np.ndarray:
     words, experts = masks.shape
     found = np.zeros((experts, 32 * words), np.int32)
     _tokens_below(from_dlpack(masks), from_dlpack(found), words)
+    return found
+
+
+@cute.jit
+def _pairs(words: cute.Tensor, out: cute.Tensor, fp8: cutlass.Constexpr[bool]) -> None:
+    for i in range(words.shape[0]):
+        if cutlass.const_expr(fp8):
+            out[i, 0], out[i, 1] = e4m3_pairs(words[i])
+        else:
+            out[i, 0], out[i, 1], out[i, 2], out[i, 3] = e2m1_pairs(words[i])
+
+
+def pairs_of_words(words: np.ndarray, kind: str) -> np.ndarray:
+    """words [N] int32 -> [N, 2 or 4] int32, pairs of bf16 as they come out of the shifts."""
+    found = np.zeros((len(words), 2 if kind == "fp8" else 4), np.int32)
+    _pairs(from_dlpack(words), from_dlpack(found), kind == "fp8")
+    return found
+
+
+@cute.jit
+def _factors(words: cute.Tensor, out: cute.Tensor) -> None:
+    for i in range(words.shape[0]):
+        for j in range(4):
+            out[i, j] = mxfp4_factor(words[i], j)
+
+
+def factors_of_words(words: np.ndarray) -> np.ndarray:
+    """words of four scales [N] int32 -> [N, 4] int32, pairs of bf16."""
+    found = np.zeros((len(words), 4), np.int32)
+    _factors(from_dlpack(words), from_dlpack(found))
     return found

@@ -4,7 +4,7 @@ as the compiler leaves it."""
 from __future__ import annotations
 
 import dataclasses
-import os
+import itertools
 import re
 import subprocess
 import sys
@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from verify_kernels.cute import UNMEASURED, compile as kernels
 from verify_kernels.cute.compile import ExpertsVariant
-from verify_kernels.cute.moe.run import HALF, choose, experts, stages
+from verify_kernels.cute.moe.pack import BYTES, pack
+from verify_kernels.cute.moe.run import HALF, choose, experts, stage_bytes, stages
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
 from verify_kernels.errors import KernelError
+from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
 from verify_kernels.reference.moe import moe_experts, moe_route
 
 ROOT = Path(__file__).parents[3]
@@ -148,7 +150,6 @@ def test_both_launches_give_the_reference(tokens, top_k, num_experts, inner, hid
 @needs_dsl
 def test_places_among_tokens_are_counted_from_the_masks() -> None:
     """The kernel's own function, on the CPU."""
-    os.environ.setdefault("CUTE_DSL_ARCH", kernels.ARCH)
     from tests.verify_kernels.cute.moe_on_cpu import tokens_before_each
 
     for words in (1, 2):
@@ -159,9 +160,85 @@ def test_places_among_tokens_are_counted_from_the_masks() -> None:
         assert (found == bits.cumsum(1) - bits).all()
 
 
+# ------------------------------------------------------------------------------------------------------- packed weights
+
+
+def bf16(pairs: np.ndarray) -> np.ndarray:
+    """int32 [...] of two bf16 each -> float64 [..., 2], the low half first."""
+    halves = np.ascontiguousarray(pairs)[..., None].view(np.uint16)
+    return (halves.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def words(packed: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(packed).view(np.int32)
+
+
+@needs_dsl
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+@pytest.mark.parametrize(("gate_up", "n", "k"), [(True, 256, 160), (True, 512, 128), (False, 200, 96), (False, 128, 256)])
+def test_threads_find_their_values_in_packed_tiles(kind: str, gate_up: bool, n: int, k: int) -> None:
+    """Every thread reads a tile where the kernel reads it, with the kernel's own shifts; where its values belong in the
+    matrix is wgmma's definition of A."""
+    from tests.verify_kernels.cute.moe_on_cpu import factors_of_words, pairs_of_words
+
+    torch.manual_seed(0)
+    weight = torch.randn(2, n, k) * torch.logspace(-3, 1, n)[:, None]
+    quantized = quantize_mxfp4(weight) if kind == "mxfp4" else quantize_fp8(weight)
+    want = quantized.dequantize(torch.float64).numpy()
+    if gate_up:
+        want = np.stack([half.reshape(2, -1, 8, k) for half in np.split(want, 2, axis=1)], 2).reshape(2, n, k)
+    packed = pack(quantized, gate_up)
+    assert packed.shape == (2, -(-n // 128), -(-k // 128), BYTES[kind]) and BYTES[kind] % 16 == 0
+    padded = np.zeros((2, 128 * packed.shape[1], 128 * packed.shape[2]))
+    padded[:, :n, :k] = want
+
+    for e, r, c in itertools.product(*map(range, packed.shape[:3])):
+        tile = words(packed[e, r, c].numpy())
+        shifted = bf16(pairs_of_words(tile, kind))  # [words, pairs, 2]
+        factors = bf16(factors_of_words(tile))[..., 0]
+        found = np.full((128, 128), np.nan)
+        for group, thread in itertools.product(range(2), range(128)):
+            warp, lane = divmod(thread, 32)
+            row, column = 64 * group + 16 * warp + lane // 4, lane % 4 * 2
+            for step in range(8):
+                if kind == "mxfp4":
+                    own = 1088 * group + step // 4 * 512 + 4 * thread + step % 4
+                    place = 1088 * group + 1024 + (warp * 8 + lane // 4) * 2 + step // 4
+                    pairs, scales = shifted[own], factors[place, step % 4 // 2 * 2 :]
+                    values = [pairs[j] * scales[j % 2] * 2.0**64 for j in range(4)]
+                else:
+                    at = 2048 * group + step // 2 * 512 + 4 * thread + step % 2 * 2
+                    scales = tile[4096 + 2 * group : 4098 + 2 * group].view(np.float32).astype(np.float64)
+                    pairs = shifted[at : at + 2].reshape(4, 2)
+                    values = [pairs[j] * 2.0**120 * scales[j % 2] for j in range(4)]
+                for j, pair in enumerate(values):
+                    found[row + j % 2 * 8, 16 * step + column + j // 2 * 8 :][:2] = pair
+        assert np.array_equal(found, padded[e, 128 * r : 128 * r + 128, 128 * c : 128 * c + 128])
+
+
+def test_products_that_come_out_of_the_shifts_are_exact_bf16() -> None:
+    """Every e2m1 under the scales that are allowed, and every e4m3: shifted, times its factor, without rounding."""
+    values = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for scale in (0, 1, 66, 127, 192):
+        product = torch.tensor(values * 2.0**-126) * 2.0 ** (scale - 65)
+        assert torch.equal(product.bfloat16().double(), product) or scale < 66  # smaller weights underflow, as they may
+    e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    assert torch.equal(e4m3.bfloat16().double(), e4m3)
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    with pytest.raises(ValueError, match="found 40 rows of gate and up, allowed: multiples of 16"):
+        pack(quantize_mxfp4(torch.zeros(1, 40, 32)), True)
+    with pytest.raises(ValueError, match="found 64 channels, allowed with fp8 blocks: multiples of 128"):
+        pack(quantize_fp8(torch.zeros(1, 128, 32)), True)
+    with pytest.raises(ValueError, match=r"scales: found 2\^66, allowed: up to 2\^65"):
+        pack(quantize_mxfp4(torch.full((1, 16, 32), 2.0**68)), False)
+
+
 # ------------------------------------------------------------------------------------------------------- the code
 
 PAIRS = [choose(torch.bfloat16, t, e, k) for t, e, k in ((8, 128, 8), (16, 128, 8), (64, 128, 8), (32, 896, 16))]
+PAIRS += [choose(torch.bfloat16, t, 128, 8, kind) for t, kind in ((8, "mxfp4"), (64, "mxfp4"), (16, "fp8"), (64, "fp8"))]
 COMPILED = [variant for pair in PAIRS for variant in pair]
 
 
@@ -192,21 +269,31 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path) -> No
     spills = re.findall(r"(\d+) bytes spill", remarks)
     assert spills and all(int(n) == 0 for n in spills), remarks
     assert "wgmma.mma_async instructions are serialized" not in remarks
-    # Both kernels' CTAs are on an SM at once; registers of a warp come in lots of 256.
+    # Both kernels' CTAs are on an SM at once (64 columns of packed weights take too many); registers of a warp come in lots
+    # of 256.
     (registers,) = map(int, re.findall(r"Used (\d+) registers", remarks))
-    assert -(-registers // 8) * 8 <= (128 if variant.down else 96)
-    assert (128 + 96) * THREADS <= REGISTERS
+    if variant.kind == "plain" or variant.tokens < 64:
+        assert -(-registers // 8) * 8 <= (128 if variant.down else 96)
+        assert (128 + 96) * THREADS <= REGISTERS
 
     (ptx,) = tmp_path.glob("*.ptx")
     text = ptx.read_text()
-    assert len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{variant.tokens}k16\.f32\.bf16", text)) == 4
-    assert len(re.findall(r"cp\.async\.cg\.shared\.global", text)) == variant.tokens // 4
-    dimensions = "3d" if variant.down else "5d"  # gate and up in one box, in turns of 8 rows
-    assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)", text)) == {dimensions}
+    product = r"wgmma\.mma_async\.sync\.aligned\.m64n%dk16\.f32\.bf16\.bf16 \{[^}]*\}, "
+    narrow = variant.kind != "plain" and not variant.down and variant.tokens > 8
+    for columns in {variant.tokens, 8} if narrow else {variant.tokens}:
+        assert len(re.findall(product % columns, text)) == (4 if variant.kind == "plain" else 8)
+        from_registers = re.findall((product + r"\{") % columns, text)
+        assert len(from_registers) == (0 if variant.kind == "plain" else 8)
+    pieces = variant.tokens // 4 * (1 if variant.kind == "plain" else 2)
+    assert len(re.findall(r"cp\.async\.cg\.shared\.global", text)) == pieces
+    if variant.kind == "plain":  # gate and up in one box, in turns of 8 rows
+        assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)", text)) == {"3d" if variant.down else "5d"}
+    else:
+        assert f"], {BYTES[variant.kind]}, [" in text and "cp.async.bulk.tensor" not in text
     # The first waits for what it reads before all else, and lets the second start; the second asks for weights before it
     # waits.
     before, waits, _ = text.partition("griddepcontrol.wait")
-    assert waits and ("cp.async.bulk.tensor" in before) == variant.down
+    assert waits and ("cp.async.bulk" in before) == variant.down
     assert ("ld.global.cg.b64" in before) == variant.down
     assert text.count("griddepcontrol.launch_dependents") == 1
 
@@ -214,10 +301,11 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path) -> No
 def test_rings_of_two_kernels_fit_into_shared_memory() -> None:
     for tokens in (8, 16, 32, 64):
         for num_experts, top_k in ((1, 1), (8, 2), (128, 8), (256, 8), (896, 16), (1024, 32)):
-            n = stages(tokens, num_experts, top_k)
             pairs = tokens * top_k
-            lists = 4 * (num_experts * (-(-tokens // 32) + 1) + min(num_experts, pairs) + 1 + pairs) + 16 * n
-            assert n >= 2 and lists + 1024 + n * (128 + tokens) * 128 <= HALF
+            lists = 4 * (num_experts * (-(-tokens // 32) + 1) + min(num_experts, pairs) + 1 + pairs)
+            for kind in ("plain", *BYTES):
+                n = stages(tokens, num_experts, top_k, kind)
+                assert n >= 2 and lists + 16 * n + 1024 + n * stage_bytes(tokens, kind) <= HALF
 
 
 def test_choice_and_errors() -> None:
@@ -229,6 +317,7 @@ def test_choice_and_errors() -> None:
         ((torch.bfloat16, 65, 128, 8), "found 65 tokens, allowed: 1 to 64"),
         ((torch.bfloat16, 8, 2000, 8), "found 8 of 2000, allowed: 1 to 32 of up to 1024"),
         ((torch.bfloat16, 8, 4, 5), "found 5 of 4, allowed"),
+        ((torch.float16, 8, 128, 8, "mxfp4"), "dtype is torch.float16, allowed with mxfp4: torch.bfloat16"),
     ):
         with pytest.raises(KernelError, match=words):
             choose(*arguments)
@@ -244,7 +333,11 @@ def test_choice_and_errors() -> None:
 @needs_dsl
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("tokens", 24, "tokens is 24, allowed: 8, 16, 32, 64"), ("top_k", 40, "found 40 of 128, allowed: 1 to 32")],
+    [
+        ("tokens", 24, "tokens is 24, allowed: 8, 16, 32, 64"),
+        ("top_k", 40, "found 40 of 128, allowed: 1 to 32"),
+        ("kind", "int4", "kind is 'int4', allowed: plain, mxfp4, fp8"),
+    ],
 )
 def test_unsupported_variants(field, value, words) -> None:
     with pytest.raises(ValueError, match=words):

@@ -14,6 +14,10 @@ experts, and its columns are all tokens, zero where one did not pick the expert 
 k. Row tiles that several CTAs share are added in float32 through L2 in the order of the line, so results do not change
 from run to run.
 
+Quantised weights come packed (`pack.py`), a tile as one stretch of bytes. A thread reads its own values of them, makes bf16 of
+them in registers, and wgmma takes them from there. MXFP4 has its scales put in before the product, e4m3 blocks theirs after
+each tile of it.
+
 With programmatic dependent launch the second kernel fills its ring with weights while the first still runs: the picks
 were complete before the first kernel let it start.
 """
@@ -28,13 +32,15 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from verify_kernels.cute.moe.dequantize import MXFP4_SHIFT, e2m1_pairs, e4m3_factor, e4m3_pairs, multiply, mxfp4_factor
+from verify_kernels.cute.moe.pack import BYTES
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
 
 WARPGROUP = 128
 ROWS = 128  # of a tile of weights: two warpgroups
 GROUPS = ROWS // 64
 THREADS = GROUPS * WARPGROUP + 32
-TILE_K = 64  # 128 bytes, one swizzle row
+BOX = 64  # columns of 16 bits: 128 bytes, one swizzle row
 LOG2_E = 1.4426950408889634
 
 
@@ -70,27 +76,38 @@ class Experts:
         stages: int,
         *,
         down: bool,
+        kind: str,
         pdl: bool,
     ) -> None:
         if tokens not in (8, 16, 32, 64):
             raise ValueError(f"experts: tokens is {tokens}, allowed: 8, 16, 32, 64")
         if not 1 <= top_k <= min(experts, 32) or experts > 1024:
             raise ValueError(f"experts: found {top_k} of {experts}, allowed: 1 to 32 of up to 1024")
+        if kind not in ("plain", *BYTES):
+            raise ValueError(f"experts: kind is {kind!r}, allowed: plain, {', '.join(BYTES)}")
+        if kind != "plain" and dtype is not cutlass.BFloat16:
+            raise ValueError(f"experts: dtype is {dtype} with {kind}, allowed: bfloat16")
         self.dtype, self.tokens, self.experts, self.top_k, self.stages = dtype, tokens, experts, top_k, stages
-        self.down, self.pdl = down, pdl
+        self.down, self.kind, self.pdl = down, kind, pdl
+        self.plain = kind == "plain"
+        self.tile_k = BOX if self.plain else 2 * BOX
         self.words = -(-tokens // 32)  # of an expert's mask of tokens
         self.pairs = tokens * top_k
-        self.weight_bytes = ROWS * TILE_K * 2
-        self.copies = tokens * 8 // 32  # 16-byte pieces of a stage's rows for each lane
+        self.weight_bytes = ROWS * BOX * 2 if self.plain else BYTES[kind]
+        self.copies = tokens * 8 // 32  # 16-byte pieces of a box's rows for each lane
+        # Products of 8 columns where an expert has no more: 64 would take longer than reading 4-bit weights.
+        self.narrow = not self.plain and not down and tokens > 8
         # Partial sums in flight: blocks of 8 columns, units. An expert has few tokens and its row tiles two or three
         # units; a row tile of the output has many of each.
-        self.blocks_at_once, self.units_at_once = (tokens // 8, {8: 8, 16: 8, 32: 4, 64: 2}[tokens]) if down else (1, 2)
+        self.blocks_at_once, self.units_at_once = (1, 2)
+        if down:
+            self.blocks_at_once, self.units_at_once = tokens // 8, {8: 8, 16: 8, 32: 4, 64: 2 if self.plain else 1}[tokens]
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,  # [T, H], rows may be strided; down: hidden [T * k, I]
-        w: cute.Tensor,  # [E, 2 I, H]; down: [E, H, I]
+        w: cute.Tensor,  # [E, 2 I, H]; down: [E, H, I]; packed: [E, row tiles, k tiles, bytes] uint8
         ids: cute.Tensor,  # [T, k] int64, a row's all different; rows may be strided
         weights: cute.Tensor | None,  # [T, k] float32; not for down
         y: cute.Tensor,  # hidden [T * k, I]; down: [T, H]
@@ -101,29 +118,27 @@ class Experts:
     ) -> None:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x = self.rows_apart(x)
-        rows = w.shape[1]
-        view = cute.make_layout((rows, w.shape[2], self.experts), stride=(w.stride[1], 1, w.stride[0]))
-        if const_expr(not self.down):
-            # 8 rows of gate, the 8 of up that belong to them, and so on: one thread of wgmma holds rows r and r + 8.
-            view = cute.make_layout(
-                ((8, 2, rows // 16), w.shape[2], self.experts),
-                stride=((w.stride[1], rows // 2 * w.stride[1], 8 * w.stride[1]), 1, w.stride[0]),
+        w_atom = None
+        # A packed tile ends on a line of 128 bytes.
+        w_layout = cute.make_layout((4, -(-self.weight_bytes // 128) * 8, self.stages))
+        if const_expr(self.plain):
+            rows = w.shape[1]
+            view = cute.make_layout((rows, w.shape[2], self.experts), stride=(w.stride[1], 1, w.stride[0]))
+            if const_expr(not self.down):
+                # 8 rows of gate, the 8 of up that belong to them, and so on: one thread of wgmma holds rows r and r + 8.
+                view = cute.make_layout(
+                    ((8, 2, rows // 16), w.shape[2], self.experts),
+                    stride=((w.stride[1], rows // 2 * w.stride[1], 8 * w.stride[1]), 1, w.stride[0]),
+                )
+            w_layout = cute.tile_to_shape(atom, (ROWS, BOX, self.stages), (0, 1, 2))
+            w_atom, w = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(),
+                cute.make_tensor(w.iterator, view),
+                cute.tile_to_shape(atom, (ROWS, BOX), (0, 1)),
+                (ROWS, BOX),
             )
-        w_layout = cute.tile_to_shape(atom, (ROWS, TILE_K, self.stages), (0, 1, 2))
-        x_layout = cute.tile_to_shape(atom, (self.tokens, TILE_K, self.stages), (0, 1, 2))
-        w_atom, w_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            cute.make_tensor(w.iterator, view),
-            cute.tile_to_shape(atom, (ROWS, TILE_K), (0, 1)),
-            (ROWS, TILE_K),
-        )
-        major = warpgroup.OperandMajorMode.K
-        mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, self.tokens)
-        )
-        self.kernel(
-            w_atom, w_tma, x, ids, weights, y, partial, counters, rows, w.shape[2], w_layout, x_layout, mma
-        ).launch(
+        x_layout = cute.tile_to_shape(atom, (self.tokens, self.tile_k, self.stages), (0, 1, 2))
+        self.kernel(w_atom, w, x, ids, weights, y, partial, counters, w_layout, x_layout).launch(
             grid=[units, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -138,22 +153,27 @@ class Experts:
         stride = cute.assume(cutlass.max(matrix.stride[0], Int64(matrix.shape[1])), divby=8)
         return cute.make_tensor(matrix.iterator, cute.make_layout(matrix.shape, stride=(stride, 1)))
 
+    def product(self, columns: int) -> cute.TiledMma:
+        """64 rows of weights with so many columns; packed weights come from registers."""
+        major = warpgroup.OperandMajorMode.K
+        source = warpgroup.OperandSource.SMEM if self.plain else warpgroup.OperandSource.RMEM
+        return hopper.make_trivial_tiled_mma(
+            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, columns), source
+        )
+
     @cute.kernel
     def kernel(
         self,
-        w_atom: cute.CopyAtom,
-        w_tma: cute.Tensor,
+        w_atom: cute.CopyAtom | None,
+        w: cute.Tensor,
         x: cute.Tensor,
         ids: cute.Tensor,
         weights: cute.Tensor | None,
         y: cute.Tensor,
         partial: cute.Tensor,
         counters: cute.Tensor,
-        rows: Int32,
-        k: Int32,
-        w_layout: cute.ComposedLayout,
+        w_layout: cute.Layout | cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
-        mma: cute.TiledMma,
     ) -> None:
         thread, _, _ = cute.arch.thread_idx()
         unit, _, _ = cute.arch.block_idx()
@@ -170,7 +190,10 @@ class Experts:
             smem.allocate_tensor(Int32, cute.make_layout(min(self.experts, self.pairs) + 1), 16),
             smem.allocate_tensor(Int32, cute.make_layout(self.pairs), 16),
         )
-        s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
+        if const_expr(self.plain):
+            s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
+        else:
+            s_w = smem.allocate_tensor(Int32, w_layout, 1024)
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, 1024, x_layout.inner)
 
         if warp == 0:
@@ -178,7 +201,8 @@ class Experts:
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + s, 33)  # the weights, and 32 lanes' rows
                     cute.arch.mbarrier_init(empty + s, 4 * GROUPS)
-            cpasync.prefetch_descriptor(w_atom)
+            if const_expr(self.plain):
+                cpasync.prefetch_descriptor(w_atom)
         cute.arch.mbarrier_init_fence()
         if const_expr(not self.down):
             cute.arch.griddepcontrol_wait()
@@ -186,15 +210,16 @@ class Experts:
         self.sort(ids, picks, thread, warp)
 
         active = picks.active[min(self.experts, self.pairs)]
-        tiles = (rows + ROWS - 1) // ROWS, (k + TILE_K - 1) // TILE_K
+        rows = y.shape[1] * (1 if self.down else 2)
+        tiles = (rows + ROWS - 1) // ROWS, (x.shape[1] + self.tile_k - 1) // self.tile_k
         row_tiles, k_tiles, share = line(self.down, tiles[0], tiles[1], active, units)
         begin = unit * share
         end = cutlass.min(begin + share, row_tiles * k_tiles)
         if warp == 4 * GROUPS:
-            self.produce(w_atom, w_tma, x, s_w, s_x, full, empty, picks, begin, end, tiles, ids.shape[0], active)
+            self.produce(w_atom, w, x, s_w, s_x, full, empty, picks, begin, end, tiles, ids.shape[0], active)
         else:
             self.consume(
-                mma, s_w, s_x, full, empty, arrived, picks, ids, weights, y, partial, counters, rows, unit, share,
+                s_w, s_x, full, empty, arrived, picks, ids, weights, y, partial, counters, rows, unit, share,
                 begin, end, k_tiles, tiles[0], thread,
             )
 
@@ -269,8 +294,8 @@ class Experts:
     @cute.jit
     def produce(
         self,
-        w_atom: cute.CopyAtom,
-        w_tma: cute.Tensor,
+        w_atom: cute.CopyAtom | None,
+        w: cute.Tensor,
         x: cute.Tensor,
         s_w: cute.Tensor,
         s_x: cute.Tensor,
@@ -283,11 +308,13 @@ class Experts:
         tokens: Int32,
         active: Int32,
     ) -> None:
-        g_boxes = cute.flat_divide(w_tma, (ROWS, TILE_K))
-        s_boxes = cute.flat_divide(s_w, (ROWS, TILE_K))
-        w_s, w_g = cpasync.tma_partition(
-            w_atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
-        )
+        w_s, w_g = s_w, w
+        if const_expr(self.plain):
+            g_boxes = cute.flat_divide(w, (ROWS, BOX))
+            s_boxes = cute.flat_divide(s_w, (ROWS, BOX))
+            w_s, w_g = cpasync.tma_partition(
+                w_atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
+            )
         lane = cute.arch.lane_idx()
         rows = cute.make_rmem_tensor(cute.make_layout(self.copies), Int32)  # of x, for this lane's pieces; -1: none
         count = cutlass.max(end - begin, 0)
@@ -315,7 +342,7 @@ class Experts:
     @cute.jit
     def load_w(
         self,
-        w_atom: cute.CopyAtom,
+        w_atom: cute.CopyAtom | None,
         w_s: cute.Tensor,
         w_g: cute.Tensor,
         full: cute.Pointer,
@@ -329,7 +356,20 @@ class Experts:
         expert = picks.active[which]
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.weight_bytes)
-        cute.copy(w_atom, w_g[None, row_tile, k_tile, expert], w_s[None, 0, 0, stage], tma_bar_ptr=full + stage)
+        if const_expr(self.plain):
+            cute.copy(w_atom, w_g[None, row_tile, k_tile, expert], w_s[None, 0, 0, stage], tma_bar_ptr=full + stage)
+        else:
+            tile_of = w_g[expert, row_tile, k_tile, None].iterator
+            with cute.arch.elect_one():
+                cute.arch.inline_ptx(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                    read_only_args=[
+                        w_s[None, 0, stage].iterator.toint(),
+                        tile_of.toint(),
+                        Int32(self.weight_bytes),
+                        (full + stage).toint(),
+                    ],
+                )
 
     @cute.jit
     def find_rows(self, rows: cute.Tensor, picks: Picks, expert: Int32, tokens: Int32, lane: Int32) -> None:
@@ -359,29 +399,30 @@ class Experts:
         lane: Int32,
     ) -> None:
         """16-byte pieces; a row's 8 pieces lie where the 128-byte swizzle puts them. Zeros where there is no row."""
-        column = k_tile * TILE_K + lane % 8 * 8
-        inside = column < x.shape[1]
-        base = s_x.iterator.toint() + stage * (self.tokens * TILE_K * 2)
-        for i in cutlass.range_constexpr(self.copies):
-            c = 4 * i + lane // 8
-            to = base + c * 128 + ((lane % 8) ^ (c % 8)) * 16
-            there = inside
-            if rows[i] < 0:
-                there = False
-            row, size = rows[i], Int32(16)
-            if not there:
-                row, size = Int32(0), Int32(0)
-            source = x.iterator + (row.to(Int64) * x.stride[0] + (column if there else Int32(0)))
-            cute.arch.inline_ptx(
-                "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                read_only_args=[to, source.toint(), size],
-            )
+        boxes = self.tile_k // BOX
+        for box in cutlass.range_constexpr(boxes):
+            column = k_tile * self.tile_k + box * BOX + lane % 8 * 8
+            inside = column < x.shape[1]
+            base = s_x.iterator.toint() + (stage * boxes + box) * (self.tokens * BOX * 2)
+            for i in cutlass.range_constexpr(self.copies):
+                c = 4 * i + lane // 8
+                to = base + c * 128 + ((lane % 8) ^ (c % 8)) * 16
+                there = inside
+                if rows[i] < 0:
+                    there = False
+                row, size = rows[i], Int32(16)
+                if not there:
+                    row, size = Int32(0), Int32(0)
+                source = x.iterator + (row.to(Int64) * x.stride[0] + (column if there else Int32(0)))
+                cute.arch.inline_ptx(
+                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                    read_only_args=[to, source.toint(), size],
+                )
         cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
 
     @cute.jit
     def consume(
         self,
-        mma: cute.TiledMma,
         s_w: cute.Tensor,
         s_x: cute.Tensor,
         full: cute.Pointer,
@@ -405,41 +446,35 @@ class Experts:
         """k_tiles: of the line; row_tiles: of one expert."""
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         local = thread % WARPGROUP
-        lanes = mma.get_slice(0)
-        own = cute.flat_divide(s_w, (64, TILE_K))[None, None, group, 0, None]  # (64, TILE_K, stages)
-        f_w = mma.make_fragment_A(lanes.partition_A(own))
-        f_x = mma.make_fragment_B(lanes.partition_B(s_x))
+        mma = self.product(self.tokens)
         acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
         if const_expr(self.down):
             cute.arch.griddepcontrol_wait()
 
         for n in cutlass.range(begin // k_tiles, (end + k_tiles - 1) // k_tiles, unroll=1):
             first = cutlass.max(begin, n * k_tiles)
             last = cutlass.min(end, (n + 1) * k_tiles)
-            acc.fill(0.0)
-            for tile in cutlass.range(first, last, unroll=1):
-                i = tile - begin
-                stage, phase = i % self.stages, (i // self.stages) & 1
-                cute.arch.mbarrier_wait(full + stage, phase)
-                cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what cp.async wrote
-                warpgroup.fence()
-                for k in cutlass.range_constexpr(TILE_K // 16):
-                    cute.gemm(atom, acc, f_w[None, None, k, stage], f_x[None, None, k, stage], acc)
-                warpgroup.commit_group()
-                # One product stays in flight: the stage before is free.
-                warpgroup.wait_group(1)
-                if tile > first:
-                    self.release(empty + (i - 1) % self.stages)
-            warpgroup.wait_group(0)
-            self.release(empty + (last - 1 - begin) % self.stages)
-
             columns = ids.shape[0]
             expert = Int32(0)
             if const_expr(not self.down):
                 expert = picks.active[n // row_tiles]
                 columns = self.tokens_of(picks.masks, expert)
+            acc.fill(0.0)
+            if const_expr(self.plain):
+                self.multiply(mma, acc, s_w, s_x, full, empty, first - begin, last - begin, group)
+            elif const_expr(self.narrow):
+                if columns <= 8:
+                    some = cute.make_tensor(acc.iterator, self.product(8).partition_shape_C((64, 8)))
+                    self.multiply_packed(8, some, s_w, s_x, full, empty, first - begin, last - begin, group, local)
+                else:
+                    self.multiply_packed(
+                        self.tokens, acc, s_w, s_x, full, empty, first - begin, last - begin, group, local
+                    )
+            else:
+                self.multiply_packed(self.tokens, acc, s_w, s_x, full, empty, first - begin, last - begin, group, local)
+            if const_expr(self.kind == "mxfp4"):
+                for j in cutlass.range_constexpr(cute.size(acc)):
+                    acc[j] = acc[j] * Float32(2.0**MXFP4_SHIFT)
             finish = True
             if last - first < k_tiles:
                 finish = self.share_sums(
@@ -452,6 +487,125 @@ class Experts:
                     self.store_hidden(
                         acc, y, weights, picks, picks.first[expert], rows, n % row_tiles, columns, group, local
                     )
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        s_w: cute.Tensor,
+        s_x: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        first: Int32,
+        last: Int32,
+        group: Int32,
+    ) -> None:
+        """Adds the products of tiles first to last, counted from this unit's first."""
+        lanes = mma.get_slice(0)
+        own = cute.flat_divide(s_w, (64, BOX))[None, None, group, 0, None]  # (64, BOX, stages)
+        f_w = mma.make_fragment_A(lanes.partition_A(own))
+        f_x = mma.make_fragment_B(lanes.partition_B(s_x))
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for i in cutlass.range(first, last, unroll=1):
+            stage, phase = i % self.stages, (i // self.stages) & 1
+            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what cp.async wrote
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(BOX // 16):
+                cute.gemm(atom, acc, f_w[None, None, k, stage], f_x[None, None, k, stage], acc)
+            warpgroup.commit_group()
+            # One product stays in flight: the stage before is free.
+            warpgroup.wait_group(1)
+            if i > first:
+                self.release(empty + (i - 1) % self.stages)
+        warpgroup.wait_group(0)
+        self.release(empty + (last - 1) % self.stages)
+
+    @cute.jit
+    def multiply_packed(
+        self,
+        columns: cutlass.Constexpr[int],
+        acc: cute.Tensor,
+        s_w: cute.Tensor,
+        s_x: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        first: Int32,
+        last: Int32,
+        group: Int32,
+        local: Int32,
+    ) -> None:
+        """As `multiply`, of packed weights. Half of a tile is made into bf16 while the other half is multiplied."""
+        mma = self.product(columns)
+        lanes = mma.get_slice(0)
+        some = cute.flat_divide(s_x, (columns, self.tile_k))[None, None, 0, 0, None]
+        f_x = mma.make_fragment_B(lanes.partition_B(some))
+        steps = self.tile_k // 16
+        words = cute.make_rmem_tensor(cute.make_layout((4, steps)), Int32)
+        f_w = mma.make_fragment_A(mma.partition_shape_A((64, self.tile_k)))
+        f_w = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), f_w.layout)
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        total = acc
+        if const_expr(self.kind == "fp8"):
+            total = mma.make_fragment_C(mma.partition_shape_C((64, columns)))
+        for i in cutlass.range(first, last, unroll=1):
+            stage, phase = i % self.stages, (i // self.stages) & 1
+            cute.arch.mbarrier_wait(full + stage, phase)
+            cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what cp.async wrote
+            tile = s_w[None, None, stage]
+            if const_expr(self.kind == "fp8"):
+                total.fill(0.0)
+            for half in cutlass.range_constexpr(2):
+                if const_expr(self.kind == "fp8"):
+                    self.unpack_fp8(words, tile, half, group, local)
+                else:
+                    self.unpack_mxfp4(words, tile, half, group, local)
+                warpgroup.fence()
+                for k in cutlass.range_constexpr(half * steps // 2, (half + 1) * steps // 2):
+                    cute.gemm(atom, total, f_w[None, None, k], f_x[None, None, k, stage], total)
+                warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            if const_expr(self.kind == "fp8"):
+                scales = cute.make_tensor(cute.recast_ptr(tile.iterator, dtype=Float32), cute.make_layout(4100))
+                both = scales[4096 + 2 * group], scales[4097 + 2 * group]  # of rows r and r + 8
+                sums = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns // 8)))
+                more = cute.make_tensor(total.iterator, cute.make_layout((2, 2, columns // 8)))
+                for b in cutlass.range_constexpr(columns // 8):
+                    for r in cutlass.range_constexpr(2):
+                        for a in cutlass.range_constexpr(2):
+                            sums[a, r, b] = sums[a, r, b] + both[r] * more[a, r, b]
+            self.release(empty + stage)
+
+    @cute.jit
+    def unpack_mxfp4(
+        self, words: cute.Tensor, tile: cute.Tensor, half: cutlass.Constexpr[int], group: Int32, local: Int32
+    ) -> None:
+        """Steps 4 half to 4 half + 4 of this thread's A. A warpgroup's part of a tile is 272 quads of words."""
+        raw = cute.make_rmem_tensor(cute.make_layout(4), Int32)
+        cute.autovec_copy(tile[None, group * 272 + half * 128 + local], raw)
+        place = local // 32 * 8 + local % 32 // 4  # two words of scales for each pair of rows
+        scales = tile[place % 2 * 2 + half, group * 272 + 256 + place // 2]
+        for s in cutlass.range_constexpr(4):
+            pairs = e2m1_pairs(raw[s])
+            for j in cutlass.range_constexpr(4):  # rows r and r + 8 take turns
+                words[j, 4 * half + s] = multiply(pairs[j], mxfp4_factor(scales, s // 2 * 2 + j % 2))
+
+    @cute.jit
+    def unpack_fp8(
+        self, words: cute.Tensor, tile: cute.Tensor, half: cutlass.Constexpr[int], group: Int32, local: Int32
+    ) -> None:
+        raw = cute.make_rmem_tensor(cute.make_layout(4), Int32)
+        factor = e4m3_factor()
+        for q in cutlass.range_constexpr(2 * half, 2 * half + 2):
+            cute.autovec_copy(tile[None, group * 512 + q * 128 + local], raw)
+            for s in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(2):
+                    pairs = e4m3_pairs(raw[2 * s + j])
+                    for r in cutlass.range_constexpr(2):
+                        words[2 * j + r, 2 * q + s] = multiply(pairs[r], factor)
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
