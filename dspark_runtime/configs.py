@@ -28,11 +28,23 @@ def find(kind: str, name: str) -> Path:
     return path
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML forbids a key twice; PyYAML takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"found {key.value!r} twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The fields of a YAML file. Raises ConfigError naming file, line and field."""
     try:
-        text = path.read_text()
-        values = yaml.safe_load(text)
+        text = path.read_text(encoding="utf-8")
+        values = yaml.load(text, _Loader)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -112,6 +113,13 @@ def test_config_checks_import_nothing_heavy() -> None:
     assert not heavy_modules(["bench", "-b", "many"], code=2)
 
 
+def test_recipes_are_utf8_in_every_locale() -> None:
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    call = [sys.executable, "-m", "eval.cli", "config", "configs/train/smollm2.yaml"]
+    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+
+
 def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
     script = (
         "import sys\nfrom eval.cli import main\n"
@@ -147,6 +155,7 @@ def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
         (["bench", "--config", "broken.yaml"], "broken.yaml:3: num_requests: not YAML"),
         (["bench", "--config", "unknown.yaml"], "unknown.yaml: reqests: unknown field"),
         (["config", "unknown.yaml"], "unknown.yaml: reqests: unknown field"),
+        (["config", "twice.yaml"], "twice.yaml:3: seed: not YAML (found 'seed' twice)"),
         (["compare", "missing.json", "missing.json"], "missing.json: No such file"),
         (["compare", "other.json", "other.json"], "other.json: command: missing"),
         (["compare", "wide.json", "wide.json"], "wide.json: command: found ['xxxxx"),
@@ -159,6 +168,7 @@ def test_a_mistake_is_one_line_that_names_the_field(
 ) -> None:
     Path("broken.yaml").write_text("target: x\nnum_requests: [1,\n")
     Path("unknown.yaml").write_text("reqests: 3\n")
+    Path("twice.yaml").write_text("seed: 1\ntarget: tiny\nseed: 2\n")
     Path("other.json").write_text('{"schema_version": 1}')
     Path("wide.json").write_text(json.dumps({"schema_version": 1, "command": ["x" * 50] * 50}))
     assert dspark(*arguments) == 2
