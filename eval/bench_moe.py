@@ -4,9 +4,10 @@
     python -m eval.bench_moe run --kernels DIR --json FILE  # the GPU machine; needs torch and tvm-ffi
 
 `run` compares random cases (poisoned outputs, every call twice, other numbers of CTAs, all tokens to one expert, ties, any
-T) with float32 products, then times layers of E128 top-8 hidden 2048 inter 768 under uniform routing: CUDA graphs of
-calls whose weights and picks rotate, beside the peers of `eval.moe_peers` in the same job. TB/s are bytes of the experts
-that were picked over time; the floor is those bytes at 4.5 TB/s.
+T) with float32 products, then times layers of E128 top-8 hidden 2048 inter 768 under uniform routing, in bf16, in fp8
+blocks and in MXFP4: CUDA graphs of calls whose weights and picks rotate, beside the peers of `eval.moe_peers` in the same
+job; and one layer of Kimi-K3's shape (896 experts, top 16, latent 3584, inter 3072) in MXFP4. TB/s are bytes of the
+experts that were picked over time; the floor is those bytes at 4.5 TB/s.
 
 The GPU's work is done by a second process that is started anew when it hangs or dies (`eval.gpu_jobs`).
 """
@@ -17,6 +18,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import random
 import statistics
 import sys
@@ -34,7 +36,10 @@ TOLERANCE = 5e-3
 READ_TBPS = 4.5  # reading alone, an H200
 TOKENS = (1, 8, 16, 32, 64)
 LAYER = (128, 8, 2048, 768)  # experts, top-k, hidden, inner: Qwen3-30B-A3B
-LAYERS, CALLS = 3, 6  # copies of the weights (1.2 GB each), calls in a graph
+K3 = (896, 16, 3584, 3072)
+LAYERS, CALLS = 3, 6  # copies of the weights (bf16: 1.2 GB each), calls in a graph
+BITS = {"plain": 16.0, "fp8": 8.0 + 32 / 128**2, "mxfp4": 4.25}  # of a weight, with its share of the scales
+KINDS = tuple(BITS)
 SMALL = ((128, 8), (8, 2), (4, 1), (60, 4), (256, 8))  # (experts, top-k) of random cases
 PEERS = ("triton", "grouped", "vllm")
 ROUTING = ("random", "random", "uniform", "one", "ties", "few")
@@ -47,17 +52,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """stages by tokens; units: CTAs for each multiprocessor."""
 
-SECONDS = {"peer": 25.0}
+K3_TOKENS = (8, 64)
+SECONDS = {"peer": 25.0, "k3": 15.0}
 JOB_SECONDS = 8.0
 
 
-def variants(config: str, tokens: int, experts: int, top_k: int) -> tuple[ExpertsVariant, ExpertsVariant]:
+def variants(
+    config: str, tokens: int, experts: int, top_k: int, kind: str = "plain"
+) -> tuple[ExpertsVariant, ExpertsVariant]:
     import torch
 
     from verify_kernels.cute.moe.run import choose
 
     changes = {name: value for name, value in CONFIGS[config].items() if name != "units"}
-    pair = choose(torch.bfloat16, tokens, experts, top_k)
+    pair = choose(torch.bfloat16, tokens, experts, top_k, kind)
     if "stages" in changes:
         changes["stages"] = changes["stages"][pair[0].tokens]
     first, second = (dataclasses.replace(v, **changes) for v in pair)
@@ -71,6 +79,11 @@ def all_variants() -> list[ExpertsVariant]:
             found += variants(config, t, *LAYER[:2])
         for experts, top_k in SMALL:
             found += variants("half", t, experts, top_k)
+        for kind in KINDS[1:]:
+            found += variants("half", t, *LAYER[:2], kind)
+            found += variants("half", t, *SMALL[1], kind)
+    for t in K3_TOKENS:
+        found += variants("half", t, *K3[:2], "mxfp4")
     return list(dict.fromkeys(found))
 
 
@@ -82,20 +95,29 @@ def jobs(cases: int) -> list[Job]:
         for c, t in (("half", 8), ("half", 16), ("half", 64))
     ]
     found += [{"job": "smoke", "config": "half no pdl", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
+    found += [
+        {"job": "smoke", "config": "half", "tokens": t, "experts": 8, "top_k": 2, "kind": kind} for kind in KINDS[1:] for t in (8, 64)
+    ]
     found += [{"job": "op", "config": "half", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
-    kinds = [("half", t, e, k) for e, k in SMALL for t in (8, 16, 32, 64)]
-    kinds += [(c, t, *LAYER[:2]) for c in CONFIGS if c != "half" for t in (8, 64)]
+    kinds = [("half", t, e, k, "plain") for e, k in SMALL[:3] for t in (8, 16, 32, 64)]
+    kinds += [("half", t, *SMALL[1], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
+    kinds += [("half", t, e, k, "plain") for e, k in SMALL[3:] for t in (8, 64)]
+    kinds += [("half", t, *LAYER[:2], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
+    kinds += [(c, t, *LAYER[:2], "plain") for c in CONFIGS if c != "half" for t in (8, 64)]
 
     def check(at: int, seeds: range) -> Job:
-        config, tokens, experts, top_k = kinds[at % len(kinds)]
-        return {"job": "check", "config": config, "tokens": tokens, "experts": experts, "top_k": top_k, "seeds": list(seeds)}
+        names = ("config", "tokens", "experts", "top_k", "kind")
+        return {"job": "check", **dict(zip(names, kinds[at % len(kinds)])), "seeds": list(seeds)}
 
     found += [check(i, range(2 * i, 2 * i + 2)) for i in range(len(kinds))]
-    found += [{"job": "time", "config": "half", "tokens": t} for t in TOKENS]
+    found += [{"job": "time", "config": "half", "tokens": t, "kind": kind} for kind in KINDS for t in TOKENS]
     found += [{"job": "peer", "config": "triton", "tokens": t} for t in TOKENS if t != 8]
+    found += [{"job": "peer", "config": "triton", "tokens": t, "kind": "fp8"} for t in TOKENS]
+    found += [{"job": "k3", "config": "half", "tokens": t, "kind": "mxfp4"} for t in K3_TOKENS]
     found += [{"job": "time", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS if c != "half"]
-    found += [{"job": "split", "config": "half", "tokens": t} for t in TOKENS]
+    found += [{"job": "split", "config": "half", "tokens": t, "kind": kind} for kind in KINDS for t in (1, 8, 64)]
     found += [{"job": "peer", "config": p, "tokens": t} for p in PEERS[1:] for t in TOKENS]
+    found += [{"job": "peer", "config": "vllm", "tokens": t, "kind": "fp8"} for t in TOKENS]
     found += [{"job": "time", "config": "half", "tokens": t, "routing": r} for r in ("zipf", "one") for t in (8, 64)]
     rest = max(cases - 2 * len(kinds), 0)
     found += [check(i // 4 * 7, range(1000 + i, 1000 + i + 4)) for i in range(0, rest, 4)]
@@ -113,9 +135,9 @@ class Bench:
         torch.backends.cuda.matmul.allow_tf32 = False
 
     @functools.cache
-    def pair(self, config: str, tokens: int, experts: int, top_k: int) -> tuple[Any, Any]:
+    def pair(self, config: str, tokens: int, experts: int, top_k: int, kind: str = "plain") -> tuple[Any, Any]:
         """(kernels, variants)"""
-        both = variants(config, tokens, experts, top_k)
+        both = variants(config, tokens, experts, top_k, kind)
         first, second = (kernels.load(kernels.build(v, self.folder)) for v in both)
         return (first, second), both
 
@@ -155,6 +177,37 @@ class Bench:
         gate_up = torch.randn(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16).mul_(hidden**-0.5)
         return gate_up, torch.randn(experts, hidden, inner, device="cuda", dtype=torch.bfloat16).mul_(inner**-0.5)
 
+    def stored(self, kind: str, experts: int, hidden: int, inner: int) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """(what the kernels read, the same as plain matrices) of random weights."""
+        from verify_kernels.cute.moe.pack import pack
+        from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
+
+        both = self.matrices(experts, hidden, inner)
+        if kind == "plain":
+            return both, both
+        quantize = quantize_fp8 if kind == "fp8" else quantize_mxfp4
+        first, second = (quantize(w) for w in both)
+        plain = tuple(q.dequantize(self.torch.float32) for q in (first, second))
+        return (pack(first, True), pack(second, False)), plain
+
+    def random_packed(self, kind: str, experts: int, hidden: int, inner: int) -> tuple[Any, Any]:
+        """Packed weights without the matrices they come from: for times of large layers."""
+        from verify_kernels.cute.moe.pack import BYTES
+
+        torch = self.torch
+        found = []
+        for rows, depth in ((2 * inner, hidden), (hidden, inner)):
+            shape = (experts, -(-rows // 128), -(-depth // 128), BYTES[kind])
+            tiles = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
+            if kind == "fp8":
+                tiles.bitwise_and_(0xBF)  # no NaN, moderate size
+                tiles[..., -16:] = torch.full((4,), depth**-0.5, device="cuda").view(torch.uint8)
+            else:
+                for group in range(2):
+                    tiles[..., group * 4352 + 4096 : group * 4352 + 4352] = 62 + 127 - round(math.log2(depth) / 2) - 2
+            found.append(tiles)
+        return found[0], found[1]
+
     def float32(self, x: Any, gate_up: Any, down: Any, weights: Any, ids: Any) -> tuple[Any, Any]:
         """(hidden rows with their weights, output), of the same bf16 inputs."""
         torch = self.torch
@@ -170,14 +223,14 @@ class Bench:
 
     # --- jobs
 
-    def smoke(self, config: str, tokens: int, experts: int, top_k: int) -> Job:
+    def smoke(self, config: str, tokens: int, experts: int, top_k: int, kind: str = "plain") -> Job:
         """Both kernels apart, from one tile to a split of the k tiles, so that one that hangs or errs says at what."""
         from verify_kernels.cute.moe.run import experts as run
 
         torch = self.torch
-        both, pair = self.pair(config, tokens, experts, top_k)
+        both, pair = self.pair(config, tokens, experts, top_k, kind)
         found: dict[str, Any] = {}
-        for name, t, hidden, inner, units, kind in (
+        for name, t, hidden, inner, units, routing in (
             ("one token, one tile", 1, 64, 64, 1, "random"),
             ("all tokens, one tile", tokens, 64, 64, 1, "random"),
             ("many k tiles", tokens, 2048, 1024, 1, "random"),
@@ -188,12 +241,13 @@ class Bench:
         ):
             self.tell(name)
             torch.manual_seed(0)
+            hidden, inner = self.fitting(kind, hidden, inner)
             x = torch.randn(t, hidden, device="cuda", dtype=torch.bfloat16)
-            gate_up, down = self.matrices(experts, hidden, inner)
-            weights, ids = self.picks(kind, t, experts, top_k, 0)
-            wanted = self.float32(x, gate_up, down, weights, ids)
+            stored, plain = self.stored(kind, experts, hidden, inner)
+            weights, ids = self.picks(routing, t, experts, top_k, 0)
+            wanted = self.float32(x, *plain, weights, ids)
             got = [torch.full(w.shape, float("nan"), device="cuda", dtype=torch.bfloat16) for w in wanted]
-            run(both, pair, x, gate_up, down, weights, ids, got[1], units, got[0])
+            run(both, pair, x, *stored, weights, ids, got[1], units, got[0])
             torch.cuda.synchronize()
             for what, g, w in zip(("hidden", "out"), got, wanted):
                 wrong = ~((g.float() - w).abs() <= 0.02 + 0.02 * w.abs())
@@ -205,6 +259,12 @@ class Bench:
                         [g[tuple(i)].item() for i in at[:4].tolist()], [w[tuple(i)].item() for i in at[:4].tolist()],
                     ]  # fmt: skip
         return {"errors": found, "bad": [name for name in found if name.endswith("wrong")]}
+
+    def fitting(self, kind: str, hidden: int, inner: int) -> tuple[int, int]:
+        """The next sizes that a kind of weights can have."""
+        if kind == "mxfp4":
+            return -(-hidden // 32) * 32, -(-inner // 32) * 32
+        return hidden, -(-inner // 128) * 128 if kind == "fp8" else inner
 
     def op(self, config: str, tokens: int, experts: int, top_k: int) -> Job:
         """The operation as an engine would call it, and one captured call under other picks."""
@@ -233,11 +293,11 @@ class Bench:
             errors.append(error(out))
         return {"errors": errors, "bad": [f"error {e:.2e}" for e in errors if not e <= TOLERANCE]}
 
-    def check(self, config: str, tokens: int, experts: int, top_k: int, seeds: list[int]) -> Job:
-        cases = [self.case(config, tokens, experts, top_k, seed) for seed in seeds]
+    def check(self, config: str, tokens: int, experts: int, top_k: int, seeds: list[int], kind: str = "plain") -> Job:
+        cases = [self.case(config, tokens, experts, top_k, kind, seed) for seed in seeds]
         return {"cases": len(cases), "worst": max(c["error"] for c in cases), "bad": [c for c in cases if c["why"]]}
 
-    def case(self, config: str, tokens: int, experts: int, top_k: int, seed: int) -> Job:
+    def case(self, config: str, tokens: int, experts: int, top_k: int, kind: str, seed: int) -> Job:
         """One random layer against float32."""
         from verify_kernels.cute.moe.run import experts as run
 
@@ -247,20 +307,21 @@ class Bench:
         t = rng.choice([tokens, rng.randint(1, tokens), rng.randint(tokens // 2 + 1, tokens)])
         hidden = rng.choice([2048, 8 * rng.randint(1, 30), 64 * rng.randint(1, 20), 8 * rng.randint(1, 200)])
         inner = rng.choice([768, 8 * rng.randint(1, 30), 64 * rng.randint(1, 12), 8 * rng.randint(1, 100)])
-        kind = rng.choice(ROUTING)
-        both, pair = self.pair(config, tokens, experts, top_k)
-        self.tell(f"{pair[0].name} seed {seed} T {t} hidden {hidden} inner {inner} {kind}")
+        hidden, inner = self.fitting(kind, hidden, inner)
+        routing = rng.choice(ROUTING)
+        both, pair = self.pair(config, tokens, experts, top_k, kind)
+        self.tell(f"{pair[0].name} seed {seed} T {t} hidden {hidden} inner {inner} {routing}")
         x = torch.randn(t, hidden + 8 * rng.choice([0, 0, 1, 5]), device="cuda", dtype=torch.bfloat16)[:, :hidden]
-        gate_up, down = self.matrices(experts, hidden, inner)
-        weights, ids = self.picks(kind, t, experts, top_k, seed)
-        _, want = self.float32(x, gate_up, down, weights, ids)
+        stored, plain = self.stored(kind, experts, hidden, inner)
+        weights, ids = self.picks(routing, t, experts, top_k, seed)
+        _, want = self.float32(x, *plain, weights, ids)
         outs = []
         default = self.units(config)
         for units in (default, rng.choice([1, 7, 131, 300]), default):
             around = torch.full((t + 2, hidden + 3), float("nan"), device="cuda", dtype=torch.bfloat16)
             between = torch.full((t * top_k, inner), float("nan"), device="cuda", dtype=torch.bfloat16)
             out = around[1:-1, 1 : hidden + 1]
-            run(both, pair, x, gate_up, down, weights, ids, out, units, between)
+            run(both, pair, x, *stored, weights, ids, out, units, between)
             outs.append(out.clone())
             out.fill_(float("nan"))
             if not around.isnan().all():
@@ -271,51 +332,70 @@ class Bench:
             why = f"error {error:.2e}" if error == error else "not written"
         elif not torch.equal(outs[0].view(torch.int16), outs[2].view(torch.int16)):
             why = "two runs differ"
-        shape = [t, hidden, inner, kind]
+        shape = [t, hidden, inner, routing]
         return {"seed": seed, "shape": shape, "error": error if error == error else float("inf"), "why": why}
 
-    @functools.cached_property
-    def layers(self) -> list[tuple[Any, Any]]:
+    @functools.cache
+    def layers(self, kind: str) -> list[tuple[Any, Any]]:
         self.torch.manual_seed(0)
-        return [self.matrices(LAYER[0], *LAYER[2:]) for _ in range(LAYERS)]
+        shape = (LAYER[0], *LAYER[2:])
+        return [self.matrices(*shape) if kind == "plain" else self.random_packed(kind, *shape) for _ in range(LAYERS)]
 
-    def setting(self, tokens: int, routing: str) -> tuple[Any, list[tuple[Any, Any]], float]:
+    def setting(self, tokens: int, routing: str, shape: tuple[int, ...] = LAYER) -> tuple[Any, list[tuple[Any, Any]], float]:
         """(x, picks of every call, mean number of different experts)."""
         torch = self.torch
         torch.manual_seed(1)
-        x = torch.randn(tokens, LAYER[2], device="cuda", dtype=torch.bfloat16)
-        picks = [self.picks(routing, tokens, *LAYER[:2], seed) for seed in range(CALLS)]
+        x = torch.randn(tokens, shape[2], device="cuda", dtype=torch.bfloat16)
+        picks = [self.picks(routing, tokens, *shape[:2], seed) for seed in range(CALLS)]
         picks = [(w.contiguous(), i.contiguous()) for w, i in picks]
         return x, picks, statistics.fmean(len(i.unique()) for _, i in picks)
 
-    def report(self, us: float, experts: float) -> Job:
-        _, _, hidden, inner = LAYER
-        size = experts * 3 * hidden * inner * 2
+    def report(self, us: float, experts: float, kind: str = "plain", shape: tuple[int, ...] = LAYER) -> Job:
+        _, _, hidden, inner = shape
+        size = experts * 3 * hidden * inner * BITS[kind] / 8
         floor = size / READ_TBPS / 1e6
         return {"us": us, "tbps": size / us / 1e6, "floor_us": floor, "experts": experts, "over_floor": us / floor}
 
-    def time(self, config: str, tokens: int, routing: str = "uniform") -> Job:
+    def time(self, config: str, tokens: int, routing: str = "uniform", kind: str = "plain") -> Job:
+        torch = self.torch
+        x, picks, experts = self.setting(tokens, routing)
+        us, out = self.calls_us(config, tokens, LAYER, kind, x, picks, self.layers(kind))
+        if kind != "plain":
+            return self.report(us, experts, kind) | {"off": 0.0, "bad": [] if out.isfinite().all() else ["not finite"]}
+        want = self.float32(x, *self.layers("plain")[0], *picks[0])[1]
+        off = ((out.float() - want).norm() / want.norm()).item()
+        return self.report(us, experts) | {"off": off, "bad": [] if off <= TOLERANCE else [f"error {off:.2e}"]}
+
+    def calls_us(
+        self, config: str, tokens: int, shape: tuple[int, ...], kind: str, x: Any, picks: list[Any], layers: list[Any]
+    ) -> tuple[float, Any]:
+        """(microseconds of a call, output of the first)."""
         from verify_kernels.cute.moe.run import experts as run
 
         torch = self.torch
-        both, pair = self.pair(config, tokens, *LAYER[:2])
-        x, picks, experts = self.setting(tokens, routing)
+        both, pair = self.pair(config, tokens, *shape[:2], kind)
         outs = [torch.full_like(x, float("nan")) for _ in picks]
+        between = torch.empty(tokens * shape[1], shape[3], device="cuda", dtype=torch.bfloat16)
         units = self.units(config)
 
         def call() -> None:
             for i, (weights, ids) in enumerate(picks):
-                run(both, pair, x, *self.layers[i % LAYERS], weights, ids, outs[i], units)
+                run(both, pair, x, *layers[i % len(layers)], weights, ids, outs[i], units, between)
 
-        us = self.graph_us(call) / CALLS
-        want = self.float32(x, *self.layers[0], *picks[0])[1]
-        off = ((outs[0].float() - want).norm() / want.norm()).item()
-        return self.report(us, experts) | {"off": off, "bad": [] if off <= TOLERANCE else [f"error {off:.2e}"]}
+        return self.graph_us(call) / len(picks), outs[0]
 
-    def split(self, config: str, tokens: int) -> Job:
+    def k3(self, config: str, tokens: int, kind: str) -> Job:
+        """A layer of Kimi-K3's shape with SwiGLU in place of its own activation, one copy: 15.7 GB, far past L2."""
+        x, picks, experts = self.setting(tokens, "uniform", K3)
+        if not hasattr(self, "_k3"):
+            self._k3 = [self.random_packed(kind, K3[0], *K3[2:])]
+        us, out = self.calls_us(config, tokens, K3, kind, x, picks, self._k3)
+        return self.report(us, experts, kind, K3) | {"off": 0.0, "bad": [] if out.isfinite().all() else ["not finite"]}
+
+    def split(self, config: str, tokens: int, kind: str = "plain") -> Job:
         """Each of the two kernels by itself."""
         torch = self.torch
-        both, pair = self.pair(config, tokens, *LAYER[:2])
+        both, pair = self.pair(config, tokens, *LAYER[:2], kind)
         x, picks, experts = self.setting(tokens, "uniform")
         _, top_k, hidden, inner = LAYER
         from verify_kernels.cute.moe.run import _workspace
@@ -327,27 +407,35 @@ class Bench:
 
         def first() -> None:
             for i, (weights, ids) in enumerate(picks):
-                both[0](x, self.layers[i % LAYERS][0], ids, weights, between, partial, counters, units)
+                both[0](x, self.layers(kind)[i % LAYERS][0], ids, weights, between, partial, counters, units)
 
         def second() -> None:
             for i, (_, ids) in enumerate(picks):
-                both[1](between, self.layers[i % LAYERS][1], ids, None, out, partial, counters, units)
+                both[1](between, self.layers(kind)[i % LAYERS][1], ids, None, out, partial, counters, units)
 
         found = {}
         for name, call, share in (("gate_up", first, 2), ("down", second, 1)):
             self.tell(name)
             us = self.graph_us(call) / CALLS
-            found[name] = {"us": us, "tbps": experts * share * hidden * inner * 2 / us / 1e6}
+            found[name] = {"us": us, "tbps": experts * share * hidden * inner * BITS[kind] / 8 / us / 1e6}
         return found
 
-    def peer(self, config: str, tokens: int) -> Job:
+    @functools.cached_property
+    def fp8_layers(self) -> list[tuple[Any, Any]]:
+        from verify_kernels.quantized import quantize_fp8
+
+        return [tuple(quantize_fp8(w) for w in layer) for layer in self.layers("plain")]
+
+    def peer(self, config: str, tokens: int, kind: str = "plain") -> Job:
         from eval.moe_peers import PEERS
 
         x, picks, experts = self.setting(tokens, "uniform")
-        calls = [PEERS[config](*self.layers[i % LAYERS], *p) for i, p in enumerate(picks)]
+        layers = self.layers("plain") if kind == "plain" else self.fp8_layers
+        calls = [PEERS[config](*layers[i % LAYERS], *p) for i, p in enumerate(picks)]
         self.tell("first call")
         got = calls[0](x)
-        want = self.float32(x, *self.layers[0], *picks[0])[1]
+        plain = layers[0] if kind == "plain" else [w.dequantize(self.torch.float32) for w in layers[0]]
+        want = self.float32(x, *plain, *picks[0])[1]
         off = ((got.float() - want).norm() / want.norm()).item()
         self.tell("graph")
 
@@ -355,7 +443,7 @@ class Bench:
             for one in calls:
                 one(x)
 
-        return self.report(self.graph_us(call) / CALLS, experts) | {"off": off}
+        return self.report(self.graph_us(call) / CALLS, experts, kind) | {"off": off}
 
     def graph_us(self, call: Any, replays: int = 9) -> float:
         """Median microseconds of a CUDA graph of call()."""
@@ -393,8 +481,8 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
         """A kernel that failed is left out; a peer is not."""
         if job["job"] in ("peer", "read"):
             return None
-        shape = (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
-        return f"{job['config']} {variants(job['config'], job['tokens'], *shape)[0].name}"
+        shape = K3[:2] if job["job"] == "k3" else (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
+        return f"{job['config']} {variants(job['config'], job['tokens'], *shape, job.get('kind', 'plain'))[0].name}"
 
     def limit(job: Job) -> float:
         return SECONDS.get(job["job"], 20.0 if job["job"] == "read" else JOB_SECONDS)
@@ -413,29 +501,38 @@ def summary(results: list[Job]) -> str:
     for r in results:
         if r["job"] == "smoke" and "errors" in r:
             number = max(v for v in r["errors"].values() if isinstance(v, float))
-            lines.append(f"smoke {r['config']} T={r['tokens']} E={r['experts']}: worst {number}")
+            lines.append(f"smoke {r['config']} {r.get('kind', '')} T={r['tokens']} E={r['experts']}: worst {number}")
         if r["job"] == "read" and "tbps" in r:
             lines.append(f"read rate without dependent launch {r['tbps']:.2f} TB/s")
         if r["job"] == "peer" and "failed" in r and r["tokens"] == 8:
             lines.append(f"peer {r['config']}: {r['failed'][:120]}")
-    timed = {(r["config"], r["tokens"], r.get("routing", "uniform")): r for r in results if "us" in r and "over_floor" in r}
+    timed = {
+        (r.get("kind", "plain"), r["config"], r["tokens"]): r
+        for r in results
+        if "over_floor" in r and r["job"] != "k3" and r.get("routing", "uniform") == "uniform"
+    }
     lines.append("us (x floor) for T = " + " ".join(map(str, TOKENS)) + "; E128 top-8 2048 x 768, uniform routing")
-    for config in (*CONFIGS, *PEERS):
-        cells = []
+    for kind in KINDS:
+        for config in (*CONFIGS, *PEERS):
+            cells = []
+            for t in TOKENS:
+                r = timed.get((kind, config, t))
+                mark = " OFF" if r and r["off"] > 0.05 else ""
+                cells.append(f"{r['us']:.1f} ({r['over_floor']:.2f}){mark}" if r else "-")
+            if any(c != "-" for c in cells):
+                lines.append(f"  {kind:6} {config:16}" + " ".join(f"{c:>14}" for c in cells))
         for t in TOKENS:
-            r = timed.get((config, t, "uniform"))
-            mark = " OFF" if r and r["off"] > 0.03 else ""
-            cells.append(f"{r['us']:.1f} ({r['over_floor']:.2f}){mark}" if r else "-")
-        lines.append(f"  {config:16}" + " ".join(f"{c:>14}" for c in cells))
-    for t in TOKENS:
-        peers = [timed[p, t, "uniform"]["us"] for p in PEERS if (p, t, "uniform") in timed]
-        own = [timed[c, t, "uniform"]["us"] for c in CONFIGS if (c, t, "uniform") in timed]
-        if peers and own:
-            lines.append(f"  T={t}: best peer {min(peers):.1f}, own {min(own):.1f}, {min(peers) / min(own):.2f} x as fast")
+            peers = [timed[kind, p, t]["us"] for p in PEERS if (kind, p, t) in timed]
+            own = [timed[kind, c, t]["us"] for c in CONFIGS if (kind, c, t) in timed]
+            if peers and own:
+                ratio = min(peers) / min(own)
+                lines.append(f"  {kind} T={t}: best peer {min(peers):.1f}, own {min(own):.1f}, {ratio:.2f} x as fast")
     for r in results:
         if r["job"] == "split" and "down" in r:
             parts = ", ".join(f"{n} {r[n]['us']:.1f} us {r[n]['tbps']:.2f} TB/s" for n in ("gate_up", "down"))
-            lines.append(f"  T={r['tokens']} apart: {parts}")
+            lines.append(f"  {r['kind']} T={r['tokens']} apart: {parts}")
+        if r["job"] == "k3" and "us" in r:
+            lines.append(f"  K3 layer {r['kind']} T={r['tokens']}: {r['experts']:.0f} experts, {r['us']:.0f} us ({r['over_floor']:.2f})")
         if r["job"] == "time" and "routing" in r and "us" in r:
             lines.append(f"  T={r['tokens']} {r['routing']}: {r['experts']:.1f} experts, {r['us']:.1f} us ({r['over_floor']:.2f})")
     return "\n".join(lines) + "\n"

@@ -53,8 +53,10 @@ def test_the_expert_bench_builds_what_it_runs() -> None:
     for job in bench_moe.jobs(120):
         if job["job"] not in ("peer", "read"):
             shape = job.get("experts", bench_moe.LAYER[0]), job.get("top_k", bench_moe.LAYER[1])
+            if job["job"] == "k3":
+                shape = bench_moe.K3[:2]
             tokens = 2 * job["tokens"] - 1 if job["job"] == "op" else job["tokens"]
-            assert set(bench_moe.variants(job["config"], tokens, *shape)) <= built
+            assert set(bench_moe.variants(job["config"], tokens, *shape, job.get("kind", "plain"))) <= built
     assert sum(len(j["seeds"]) for j in bench_moe.jobs(120) if j["job"] == "check") >= 100
 
 
@@ -67,4 +69,4 @@ def test_the_summary_says_what_matters() -> None:
     ]
     text = bench_moe.summary(results)
     assert text.startswith("4 random cases, 0 bad, largest relative error 2.00e-03; jobs failed 1, skipped 0")
-    assert "110.0 (1.05)" in text and "T=8: best peer 132.0, own 110.0, 1.20 x as fast" in text
+    assert "110.0 (1.05)" in text and "plain T=8: best peer 132.0, own 110.0, 1.20 x as fast" in text
