@@ -133,7 +133,7 @@ def _locate(name: str) -> Path:
     if name == "smollm2":
         return smollm2.gguf_path()
     path = Path(name)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if name and (path.is_dir() or (path.is_file() and path.suffix == ".gguf")):
         return path
     choices = f"smollm2, a folder, a .gguf file, a hub id, or one of {', '.join(names('models'))}"
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or path.suffix == ".gguf":

@@ -105,7 +105,7 @@ class Pair(Strict):
     @classmethod
     def _drafter(cls, value: str) -> str:
         named = value in ("none", "ngram") or (value.startswith("draft:") and len(value) > 6)
-        if not named and not Path(value).is_dir():
+        if not named and not (value and Path(value).is_dir()):
             raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self, or a drafter's folder")
         return value
 

@@ -148,6 +148,8 @@ def heavy_modules(arguments: list[str], code: int = 0) -> list[str]:
         (["bench", "--al", "9", "-k", "0-7"], "acceptance_length: found 9, allowed: 1 to 8"),
         (["bench", "--al", "2", "-k", "0"], "num_speculative_tokens: found 0 with a synthetic acceptance"),
         (["bench", "--drafter", "magic"], "drafter: found 'magic', allowed: none, ngram, draft:NAME"),
+        (["bench", "--drafter", ""], "drafter: found '', allowed: none, ngram, draft:NAME"),
+        (["kernels", "list", "--target", ""], "target: found '', allowed: smollm2, a folder"),
         (["bench", "--prompts", "missing.jsonl"], "prompts: missing.jsonl: No such file"),
         (["bench", "--context", "510"], "context_len: prompts of up to 510 tokens"),
         (["bench", "--rejection-sample-method", "magic"], "rejection_sample_method"),
