@@ -96,7 +96,9 @@ def jobs(cases: int) -> list[Job]:
     ]
     found += [{"job": "smoke", "config": "half no pdl", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
     found += [
-        {"job": "smoke", "config": "half", "tokens": t, "experts": 8, "top_k": 2, "kind": kind} for kind in KINDS[1:] for t in (8, 64)
+        {"job": "smoke", "config": "half", "tokens": t, "experts": 8, "top_k": 2, "kind": kind}
+        for kind in KINDS[1:]
+        for t in (8, 64)
     ]
     found += [{"job": "op", "config": "half", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
     kinds = [("half", t, e, k, "plain") for e, k in SMALL[:3] for t in (8, 16, 32, 64)]
@@ -531,10 +533,9 @@ def summary(results: list[Job]) -> str:
         if r["job"] == "split" and "down" in r:
             parts = ", ".join(f"{n} {r[n]['us']:.1f} us {r[n]['tbps']:.2f} TB/s" for n in ("gate_up", "down"))
             lines.append(f"  {r['kind']} T={r['tokens']} apart: {parts}")
-        if r["job"] == "k3" and "us" in r:
-            lines.append(f"  K3 layer {r['kind']} T={r['tokens']}: {r['experts']:.0f} experts, {r['us']:.0f} us ({r['over_floor']:.2f})")
-        if r["job"] == "time" and "routing" in r and "us" in r:
-            lines.append(f"  T={r['tokens']} {r['routing']}: {r['experts']:.1f} experts, {r['us']:.1f} us ({r['over_floor']:.2f})")
+        if "over_floor" in r and (r["job"] == "k3" or "routing" in r):
+            what = f"K3 layer {r['kind']}" if r["job"] == "k3" else r["routing"]
+            lines.append(f"  T={r['tokens']} {what}: {r['experts']:.1f} experts, {r['us']:.1f} us ({r['over_floor']:.2f})")
     return "\n".join(lines) + "\n"
 
 

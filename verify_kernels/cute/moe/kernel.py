@@ -316,7 +316,8 @@ class Experts:
                 w_atom, 0, cute.make_layout(1), cute.group_modes(s_boxes, 0, 2), cute.group_modes(g_boxes, 0, 2)
             )
         lane = cute.arch.lane_idx()
-        rows = cute.make_rmem_tensor(cute.make_layout(self.copies), Int32)  # of x, for this lane's pieces; -1: none
+        rows = cute.make_rmem_tensor(cute.make_layout(self.copies), Int64)  # bytes from x to this lane's; -1: none
+        used = Int32(0)
         count = cutlass.max(end - begin, 0)
         ahead = cutlass.Int32(0)
         if const_expr(self.down):
@@ -334,8 +335,8 @@ class Experts:
             which, _, k_tile = expert_of(self.down, begin + i, tiles[0], tiles[1], active)
             if which != at:
                 at = which
-                self.find_rows(rows, picks, picks.active[which], tokens, lane)
-            self.load_x(x, s_x, rows, full, stage, k_tile, lane)
+                used = self.find_rows(rows, x, picks, picks.active[which], tokens, lane)
+            self.load_x(x, s_x, rows, used, full, stage, k_tile, lane)
         if const_expr(self.down):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -372,20 +373,29 @@ class Experts:
                 )
 
     @cute.jit
-    def find_rows(self, rows: cute.Tensor, picks: Picks, expert: Int32, tokens: Int32, lane: Int32) -> None:
-        """Rows of x that this lane's pieces come from: column c of the product is row c of the stage."""
+    def find_rows(
+        self, rows: cute.Tensor, x: cute.Tensor, picks: Picks, expert: Int32, tokens: Int32, lane: Int32
+    ) -> Int32:
+        """Where the rows of this lane's pieces begin: column c of the product is row c of the stage. Returns the number of
+        columns; what lies in the stage past them is nobody's."""
         first = picks.first[expert]
-        n = self.tokens_of(picks.masks, expert)
+        used = tokens
+        if const_expr(not self.down):
+            used = self.tokens_of(picks.masks, expert)
         for i in cutlass.range_constexpr(self.copies):
             c = 4 * i + lane // 8
-            rows[i] = -1
+            row = Int32(-1)
             if const_expr(self.down):
                 if c < tokens:
                     if (picks.masks[c // 32, expert] >> (c % 32)) & 1 != 0:
-                        rows[i] = picks.pairs[first + tokens_below(picks.masks, expert, c, self.words)]
+                        row = picks.pairs[first + tokens_below(picks.masks, expert, c, self.words)]
             else:
-                if c < n:
-                    rows[i] = picks.pairs[first + c] // self.top_k
+                if c < used:
+                    row = picks.pairs[first + c] // self.top_k
+            rows[i] = Int64(-1)
+            if row >= 0:
+                rows[i] = row.to(Int64) * x.stride[0] * 2
+        return used
 
     @cute.jit
     def load_x(
@@ -393,31 +403,29 @@ class Experts:
         x: cute.Tensor,
         s_x: cute.Tensor,
         rows: cute.Tensor,
+        used: Int32,
         full: cute.Pointer,
         stage: Int32,
         k_tile: Int32,
         lane: Int32,
     ) -> None:
         """16-byte pieces; a row's 8 pieces lie where the 128-byte swizzle puts them. Zeros where there is no row."""
+        start = x.iterator.toint()
         boxes = self.tile_k // BOX
         for box in cutlass.range_constexpr(boxes):
             column = k_tile * self.tile_k + box * BOX + lane % 8 * 8
             inside = column < x.shape[1]
             base = s_x.iterator.toint() + (stage * boxes + box) * (self.tokens * BOX * 2)
             for i in cutlass.range_constexpr(self.copies):
-                c = 4 * i + lane // 8
-                to = base + c * 128 + ((lane % 8) ^ (c % 8)) * 16
-                there = inside
-                if rows[i] < 0:
-                    there = False
-                row, size = rows[i], Int32(16)
-                if not there:
-                    row, size = Int32(0), Int32(0)
-                source = x.iterator + (row.to(Int64) * x.stride[0] + (column if there else Int32(0)))
-                cute.arch.inline_ptx(
-                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                    read_only_args=[to, source.toint(), size],
-                )
+                if 4 * i < used:
+                    c = 4 * i + lane // 8
+                    to = base + c * 128 + ((lane % 8) ^ (c % 8)) * 16
+                    source, size = start, Int32(0)
+                    if inside and rows[i] >= 0:
+                        source, size = start + rows[i] + 2 * column, Int32(16)
+                    cute.arch.inline_ptx(
+                        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, source, size]
+                    )
         cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
 
     @cute.jit

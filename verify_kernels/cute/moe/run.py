@@ -80,8 +80,8 @@ def experts(
     one capture serves any picks. A token's k picks differ. H and I are multiples of 8, T at most the variants' tokens.
     Quantised experts come as `pack.pack` makes them; I is then that of `between`, which must be given.
 
-    units: CTAs, by default one for each multiprocessor. between [T * k, I]: what the first kernel leaves to the second. The second kernel reads its weights before the first is done: no
-    earlier kernel of the stream may write them.
+    units: CTAs, by default one for each multiprocessor. between [T * k, I]: what the first kernel leaves to the second.
+    The second kernel reads its weights before the first is done: no earlier kernel of the stream may write them.
     """
     tokens, top_k = ids.shape
     variant = variants[0]
