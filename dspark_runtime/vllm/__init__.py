@@ -37,7 +37,7 @@ def supports(version: str) -> bool:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: put our class in place of vLLM's for DSpark drafters. May run repeatedly."""
+    """Entry point of `vllm.general_plugins`: our class in place of vLLM's for DSpark drafters. May run repeatedly."""
     if not enabled():
         return
     import vllm
@@ -64,7 +64,7 @@ def _installed() -> str | None:
 
 
 def status() -> list[tuple[str, str]]:
-    """(part, what is plugged into vLLM and what is not, and why), for `dspark doctor`. Imports neither torch nor vLLM."""
+    """(part, what is plugged into vLLM or why it is not), for `dspark doctor`. Imports neither torch nor vLLM."""
     version = _installed()
     if version is None:
         return [("vLLM", "not installed (extra: vllm); nothing to plug into")]

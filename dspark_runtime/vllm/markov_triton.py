@@ -1,9 +1,9 @@
 """The sequential stage on CUDA, in Triton. NOT YET RUN ON A GPU: checked in Triton's interpreter on a CPU only.
 
 Two launches a slot, all captured in the draft's CUDA graph. `_advance` takes the previous token (the best of the last
-slot's block maxima) and makes the Markov head's z of it; `_vocabulary` reads w2 once, in blocks of the vocabulary, for up
-to 64 requests at a time, adds the base logits, stores them where probabilistic drafting needs them, and takes each
-block's Gumbel maximum with vLLM's own random numbers.
+slot's block maxima) and makes the Markov head's z of it; `_vocabulary` reads w2 once for up to 64 requests, in blocks
+of the vocabulary, adds the base logits, stores them where probabilistic drafting needs them, and takes each block's Gumbel
+maximum with vLLM's own random numbers.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def _advance(
                 tl.store(z + row * RANK + unit, keep * e, mask=inside)
             else:
                 s = tl.load(old_state + row * RANK + unit, mask=inside, other=0.0)
-                tl.store(new_state + row * RANK + unit, keep * s + (1 - keep) * (2 * tl.sigmoid(2 * b) - 1), mask=inside)
-                tl.store(z + row * RANK + unit, 2 * tl.sigmoid(2 * o) - 1, mask=inside)  # tanh
+                s = keep * s + (1 - keep) * (2 * tl.sigmoid(2 * b) - 1)  # tanh(b)
+                tl.store(new_state + row * RANK + unit, s, mask=inside)
+                tl.store(z + row * RANK + unit, 2 * tl.sigmoid(2 * o) - 1, mask=inside)
 
 
 @triton.jit

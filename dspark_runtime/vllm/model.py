@@ -1,7 +1,7 @@
-"""vLLM's `Qwen3DSparkModel` by this project: vLLM's backbone, every Markov head, checked weights, one drafting function.
+"""vLLM's `Qwen3DSparkModel` by this project: vLLM's backbone, all Markov heads, checked weights, one function to draft.
 
 The draft layers, their attention and their cache are vLLM's (`vllm.model_executor.models.qwen3_dspark`). Ours are: what
-the checkpoint says (`drafters.dspark`, in all its dialects), its check tensor by tensor, gated and rnn heads and drafters
+the checkpoint says (`drafters.dspark`, in its dialects), its check tensor by tensor, gated and rnn heads and drafters
 without one, and the sequential stage (`sample_sequential`, which vLLM's speculator calls once a step).
 """
 

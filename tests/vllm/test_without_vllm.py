@@ -79,7 +79,8 @@ def test_the_entry_point_is_declared_under_its_name() -> None:
 def test_the_plugin_is_light() -> None:
     code = (
         "import sys, dspark_runtime.vllm\n"
-        "found = {'torch', 'vllm', 'pydantic', 'drafters', 'verify_kernels'} & set(sys.modules)\nassert not found, found"
+        "found = {'torch', 'vllm', 'pydantic', 'drafters', 'verify_kernels'} & set(sys.modules)\n"
+        "assert not found, found"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

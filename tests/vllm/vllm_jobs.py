@@ -2,7 +2,8 @@
 
 JOBS is a JSON list of dictionaries: "target"; "prompts" (id lists), all at once; "tokens"; "sampling" (of
 SamplingParams); "speculative" (a speculative_config, none for plain decoding); "engine" (more of LLM's arguments);
-"confidence": 1 to note the confidences of a drafter's head; "ranks": 1 to note how our drawn drafts were ranked. OUT is JSON: "jobs", for each a dictionary with
+"confidence": 1 to note the confidences of a drafter's head; "ranks": 1 to note how our drawn drafts were ranked. OUT is
+JSON: "jobs", for each a dictionary with
 
   texts     [prompt + output]
   logprobs  [[{id: log probability}]] of the outputs, if asked for
@@ -66,8 +67,9 @@ def run(job: dict) -> dict:
     prompts = job["prompts"]
     llm = LLM(
         model=job["target"], skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256,
-        max_num_seqs=max(len(prompts), 2), max_num_batched_tokens=64, enable_prefix_caching=False, async_scheduling=False,
-        disable_log_stats=False, max_logprobs=-1, num_gpu_blocks_override=256, speculative_config=job.get("speculative"), **job.get("engine", {}),
+        max_num_seqs=max(len(prompts), 2), max_num_batched_tokens=64, enable_prefix_caching=False,
+        async_scheduling=False, disable_log_stats=False, max_logprobs=-1, num_gpu_blocks_override=256,
+        speculative_config=job.get("speculative"), **job.get("engine", {}),
     )  # fmt: skip
     drawn.clear()
     model = type(speculators[-1].model).__module__ if speculators else ""
