@@ -2,8 +2,8 @@
 
 Two launches a slot, all captured in the draft's CUDA graph. `_advance` takes the previous token (the best of the last
 slot's block maxima) and makes the Markov head's z of it; `_vocabulary` reads w2 once for up to 64 requests, in blocks
-of the vocabulary, adds the base logits, stores them where probabilistic drafting needs them, and takes each block's Gumbel
-maximum with vLLM's own random numbers.
+of the vocabulary, adds the base logits, stores them where probabilistic drafting needs them, and takes each block's
+Gumbel maximum with vLLM's own random numbers.
 """
 
 from __future__ import annotations
