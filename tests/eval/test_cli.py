@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -544,8 +545,7 @@ def small_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_of_a_page_runs(page: Path, small_training: None, capsys: pytest.CaptureFixture[str]) -> None:
     text = "".join(blocks(page, "bash")).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
-    commands = [line[1:] for line in lines if line[:1] == ["dspark"]]
+    commands = [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("dspark ")]
     assert commands
     for arguments in commands:
         assert dspark(*arguments, *SHORT.get(arguments[0], ())) == 0, arguments
@@ -578,4 +578,4 @@ def test_paths_named_by_the_pages_exist() -> None:
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
         for module in re.findall(r"python -m ([\w.]+)", text):
-            assert (ROOT / (module.replace(".", "/") + ".py")).exists(), f"{page.name}: {module}"
+            assert importlib.util.find_spec(module) is not None, f"{page.name}: {module}"
