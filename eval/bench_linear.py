@@ -7,25 +7,21 @@
 then times what a decode step runs: one CUDA graph of the matrices of three Qwen3-8B layers, each reading the output of
 the one before, and the LM head, beside torch's own product in the same job. TB/s are bytes of weights over time.
 
-The GPU's work is done by a second process that is started anew when it hangs or dies: the job that it was at counts as
-failed, its kernel is left out from then on, and the results are written after every job.
+The GPU's work is done by a second process that is started anew when it hangs or dies (`eval.gpu_jobs`).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
-import queue
 import random
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
+from eval import gpu_jobs
+from eval.gpu_jobs import Job, graph_us
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.compile import LinearVariant
 from verify_kernels.cute.linear.schedule import SLACK, plan
@@ -82,10 +78,10 @@ def variants() -> list[LinearVariant]:
     return list(dict.fromkeys(found))
 
 
-def jobs(cases: int) -> list[dict[str, Any]]:
+def jobs(cases: int) -> list[Job]:
     """What a run does, in order: a first look at every kernel, the times, then all random cases."""
     first = [(c, t, {}) for t in TOKENS[1:] for c in CONFIGS] + [("m128", t, e) for t in TOKENS[1:] for e in EPILOGUES]
-    found: list[dict[str, Any]] = [{"job": "chain", "config": "torch", "tokens": t} for t in TOKENS]
+    found: list[Job] = [{"job": "chain", "config": "torch", "tokens": t} for t in TOKENS]
     found += [
         {"job": "smoke", "config": c, "tokens": t}
         for c, t in (("m128 no pdl", 8), ("m128", 8), ("m64", 8), ("m256", 64))
@@ -131,10 +127,7 @@ class Bench:
     def kernel(self, v: LinearVariant) -> Any:
         return kernels.load(kernels.build(v, self.folder))
 
-    def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        return getattr(self, job["job"])(**{k: v for k, v in job.items() if k != "job"})
-
-    def smoke(self, config: str, tokens: int) -> dict[str, Any]:
+    def smoke(self, config: str, tokens: int) -> Job:
         """From one tile to a split of the k tiles, so that a kernel that hangs says at what."""
         from verify_kernels.cute.linear.run import linear
 
@@ -173,7 +166,7 @@ class Bench:
                 ]
         return {"errors": found, "bad": [name for name in found if name.endswith("wrong")]}
 
-    def op(self, config: str, tokens: int) -> dict[str, Any]:
+    def op(self, config: str, tokens: int) -> Job:
         """The operation as an engine would call it."""
         from verify_kernels.cute import implementations
 
@@ -184,12 +177,12 @@ class Bench:
         error = ((linear(x, w).float() - want).norm() / want.norm()).item()
         return {"error": error, "bad": [] if error <= TOLERANCE else [f"error {error:.2e}"]}
 
-    def check(self, config: str, tokens: int, epilogue: dict[str, bool], seeds: list[int]) -> dict[str, Any]:
+    def check(self, config: str, tokens: int, epilogue: dict[str, bool], seeds: list[int]) -> Job:
         cases = [self.case(variant(config, tokens, **epilogue), seed) for seed in seeds]
         bad = [c for c in cases if c["why"]]
         return {"cases": len(cases), "worst": max(c["error"] for c in cases), "bad": bad}
 
-    def case(self, v: LinearVariant, seed: int) -> dict[str, Any]:
+    def case(self, v: LinearVariant, seed: int) -> Job:
         """One random product against float32."""
         from verify_kernels.cute.linear.run import linear, rows_after
 
@@ -299,7 +292,7 @@ class Bench:
         kernel = self.kernel(v)
         return lambda x, w, out: linear(kernel, v, x, w, out, schedule=self.schedule(v, *w.shape, slack))
 
-    def chain(self, config: str, tokens: int, slack: float = SLACK) -> dict[str, Any]:
+    def chain(self, config: str, tokens: int, slack: float = SLACK) -> Job:
         """All matrices of the layers, each reading what the one before wrote."""
         torch = self.torch
         product = self.product(config, tokens, slack)
@@ -317,7 +310,7 @@ class Bench:
                     product(x[:, :k], weights[name], out[name])
                     x = out[name]
 
-        us = self.time(call) / LAYERS
+        us = graph_us(call) / LAYERS
         want = start
         for weights in self.layers:
             for name, (rows, k) in LAYER.items():
@@ -328,7 +321,7 @@ class Bench:
         bits = int(outs[-1]["down"].view(torch.int16).long().mul_(torch.arange(1, 4097, device="cuda")).sum())
         return {"us": us, "tbps": size / us / 1e6, "off": off, "bits": bits}
 
-    def layer(self, config: str, tokens: int) -> dict[str, Any]:
+    def layer(self, config: str, tokens: int) -> Job:
         """The layers without attention: norms, residual adds and activation inside the products, or as torch has them."""
         torch = self.torch
         torch.manual_seed(1)
@@ -349,7 +342,7 @@ class Bench:
             ends[:] = [h]
 
         if config == "torch":
-            us = self.time(plain) / LAYERS
+            us = graph_us(plain) / LAYERS
             return {"us": us, "tbps": sum(2 * rows * k for rows, k in LAYER.values()) / us / 1e6}
         from verify_kernels.cute.linear.run import Rows, linear, rows_after
 
@@ -378,13 +371,13 @@ class Bench:
                         h, rows = out[m], then[m]
             ends[:] = [h]
 
-        us = self.time(fused) / LAYERS
+        us = graph_us(fused) / LAYERS
         got = ends[0].float()
         plain()
         off = ((got - ends[0].float()).norm() / ends[0].float().norm()).item()
         return {"us": us, "off": off, "tbps": sum(2 * rows * k for rows, k in LAYER.values()) / us / 1e6}
 
-    def matrix(self, config: str, tokens: int, matrix: str) -> dict[str, Any]:
+    def matrix(self, config: str, tokens: int, matrix: str) -> Job:
         """One matrix alone, distinct copies back to back."""
         torch = self.torch
         weights = self.heads if matrix == "head" else [layer[matrix] for layer in self.layers]
@@ -399,166 +392,34 @@ class Bench:
                 for w in weights:
                     product(x, w, out)
 
-        us = self.time(call) / repeats / len(weights)
+        us = graph_us(call) / repeats / len(weights)
         return {"us": us, "tbps": 2 * rows * k / us / 1e6}
 
-    def time(self, call: Any, replays: int = 9) -> float:
-        """Median microseconds of a CUDA graph of call()."""
-        torch = self.torch
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        times = []
-        for _ in range(replays + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000)
-        return sorted(times[2:])[replays // 2]
-
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Job:
         from eval.bench_attention import read_rate
 
         return {"tbps": read_rate()}
 
 
-def work(folder: Path | None) -> None:
-    """Jobs come in as lines of JSON, results go out so."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-
-    def answer(result: dict[str, Any]) -> None:
-        print(json.dumps(result), file=answers, flush=True)
-
-    bench = Bench(folder, lambda at: answer({"at": at}))
-    bench.torch.ones(1, device="cuda")
-    answer({"ready": bench.torch.cuda.get_device_name()})
-    for line in sys.stdin:
-        try:
-            result = bench.run(json.loads(line))
-            bench.torch.cuda.synchronize()
-        except Exception as error:
-            result = {"failed": f"{type(error).__name__}: {error}"[:300]}
-        answer(result)
-        if "failed" in result and "CUDA" in result["failed"]:
-            return  # the context may be lost: the next job starts with a new one
-
-
-# --- the process that keeps the results
-
-
-class Worker:
-    """The other process, as its parent sees it."""
-
-    def __init__(self, folder: Path | None) -> None:
-        command = [sys.executable, "-m", "eval.bench_linear", "work", *(["--kernels", str(folder)] if folder else [])]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
-
-    def answer(self, seconds: float) -> dict[str, Any] | None:
-        """The next result; None if the process died or took too long, `at` then says where."""
-        deadline = time.monotonic() + seconds
-        self.at = ""
-        while True:
-            try:
-                line = self.lines.get(timeout=max(deadline - time.monotonic(), 0.0))
-            except queue.Empty:
-                return None
-            if line is None:
-                self.process.wait()
-                return None
-            found: dict[str, Any] = json.loads(line)
-            if "at" not in found:
-                return found
-            self.at = found["at"]
-
-    def ask(self, job: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        try:
-            assert self.process.stdin
-            self.process.stdin.write(json.dumps(job) + "\n")
-            self.process.stdin.flush()
-        except OSError:
-            return None
-        return self.answer(seconds)
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> list[dict[str, Any]]:
+def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> list[Job]:
     """Every job that fits into the time, each {job..., result...}; the file is written after each."""
-    deadline = time.monotonic() + seconds
-    results: list[dict[str, Any]] = []
-    out_of_use: set[str] = set()
-    worker: Worker | None = None
-    device = ""
 
-    def save() -> None:
+    def save(device: str, results: list[Job]) -> None:
         if file:
-            result = {"schema_version": 1, "device": device, "results": results}
-            file.write_text(json.dumps(result, indent=0) + "\n")
+            file.write_text(json.dumps({"schema_version": 1, "device": device, "results": results}, indent=0) + "\n")
 
-    for job in jobs(cases):
-        v = (
-            None
-            if job.get("config") in (None, "torch")
-            else variant(job["config"], job["tokens"], **job.get("epilogue", {})).name
-        )
-        left = deadline - time.monotonic()
-        if v in out_of_use or left < 1:
-            results.append(job | {"skipped": "its kernel failed before" if left >= 1 else "out of time"})
-            continue
-        if worker is None or worker.process.poll() is not None:
-            worker = Worker(folder)
-            ready = worker.answer(min(60.0, left))
-            if ready is None:
-                worker.stop()
-                results.append(job | {"failed": "no process came up on the GPU"})
-                worker = None
-                continue
-            device = ready["ready"]
-        start = time.monotonic()
-        result = worker.ask(job, min(READ_SECONDS if job["job"] == "read" else JOB_SECONDS, max(left, 1.0)))
-        if result is None:
-            state = worker.process.poll()
-            result = {
-                "failed": f"the process died with {state}" if state is not None else "took too long",
-                "at": worker.at,
-            }
-            worker.stop()
-            worker = None
-        if v and ("failed" in result or result.get("bad")):
-            out_of_use.add(v)
-            print(
-                "BAD",
-                v,
-                job["job"],
-                result.get("failed"),
-                result.get("at"),
-                result.get("errors") or result.get("bad", [])[:2],
-                flush=True,
-            )
-        results.append(job | result | {"seconds": round(time.monotonic() - start, 3)})
-        save()
-    if worker:
-        worker.stop()
-    save()
-    return results
+    def uses(job: Job) -> str | None:
+        if job.get("config") in (None, "torch"):
+            return None
+        return variant(job["config"], job["tokens"], **job.get("epilogue", {})).name
+
+    command = [sys.executable, "-m", "eval.bench_linear", "work", *(["--kernels", str(folder)] if folder else [])]
+    return gpu_jobs.run(
+        jobs(cases), command, uses, lambda job: READ_SECONDS if job["job"] == "read" else JOB_SECONDS, seconds, save
+    )
 
 
-def summary(results: list[dict[str, Any]]) -> str:
+def summary(results: list[Job]) -> str:
     """Checks in a line; TB/s by config and tokens, and in brackets the ratio to torch's product."""
     checks = [r for r in results if r["job"] == "check"]
     done = sum(r.get("cases", 0) for r in checks)
@@ -639,7 +500,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="what does not fit is left out")
     args = parser.parse_args()
     if args.command == "work":
-        return work(args.kernels)
+        return gpu_jobs.serve(lambda tell: Bench(args.kernels, tell))
     if args.command == "build":
         for v in variants():
             path = kernels.build(v, args.kernels)

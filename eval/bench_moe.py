@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import gpu_jobs
-from eval.gpu_jobs import Job
+from eval.gpu_jobs import Job, graph_us
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.compile import ExpertsVariant
 
@@ -384,7 +384,7 @@ class Bench:
             for i, (weights, ids) in enumerate(picks):
                 run(both, pair, x, *layers[i % len(layers)], weights, ids, outs[i], units, between)
 
-        return self.graph_us(call) / len(picks), outs[0]
+        return graph_us(call) / len(picks), outs[0]
 
     def k3(self, config: str, tokens: int, kind: str) -> Job:
         """A layer of Kimi-K3's shape with SwiGLU in place of its own activation, one copy: 15.7 GB, far past L2."""
@@ -418,7 +418,7 @@ class Bench:
         found = {}
         for name, call, share in (("gate_up", first, 2), ("down", second, 1)):
             self.tell(name)
-            us = self.graph_us(call) / CALLS
+            us = graph_us(call) / CALLS
             found[name] = {"us": us, "tbps": experts * share * hidden * inner * BITS[kind] / 8 / us / 1e6}
         return found
 
@@ -445,28 +445,7 @@ class Bench:
             for one in calls:
                 one(x)
 
-        return self.report(self.graph_us(call) / CALLS, experts, kind) | {"off": off}
-
-    def graph_us(self, call: Any, replays: int = 9) -> float:
-        """Median microseconds of a CUDA graph of call()."""
-        torch = self.torch
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        times = []
-        for _ in range(replays + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000)
-        return sorted(times[2:])[replays // 2]
+        return self.report(graph_us(call) / CALLS, experts, kind) | {"off": off}
 
     def read(self) -> Job:
         from eval.bench_attention import read_rate

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 Job = dict[str, Any]
@@ -133,10 +132,33 @@ def run(
             worker = None
         if used is not None and ("failed" in result or result.get("bad")):
             out_of_use.add(used)
-            print("BAD", used, job, {k: v for k, v in result.items() if k in ("failed", "at", "bad")}, flush=True)
+            print("BAD", used, job, {k: v for k, v in result.items() if k in ("failed", "at", "bad", "errors")}, flush=True)
         results.append(job | result | {"seconds": round(time.monotonic() - start, 3)})
         save(device, results)
     if worker:
         worker.stop()
     save(device, results)
     return results
+
+
+def graph_us(call: Callable[[], None], replays: int = 9) -> float:
+    """Median microseconds of a CUDA graph of call()."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(replays + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000)
+    return sorted(times[2:])[replays // 2]

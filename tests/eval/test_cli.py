@@ -54,7 +54,7 @@ def logits(prefix: tuple[int, ...]) -> list[float]:
     return row
 
 
-CHECKPOINT = "drafters/checkpoints/smollm2-135m-dspark"
+CHECKPOINT = "my-drafter"
 
 
 @pytest.fixture(scope="session")

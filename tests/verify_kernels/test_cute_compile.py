@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from importlib.metadata import PackagePath
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.verify_kernels.compiled import compile_remarks
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention.run import choose, plan
 from verify_kernels.errors import KernelError
 
-ROOT = Path(__file__).parents[2]
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
 
 # What a Qwen3-8B tree, a wide tree and a chain of any length use.
@@ -26,25 +24,6 @@ SHIPPED = [
     choose(torch.float16, 64, 14, 2, 32, "causal", 300),
     choose(torch.bfloat16, 128, 32, 8, 16, "tree", 16, fp8=True),
 ]
-
-
-def compile_remarks(variant: kernels.Variant, folder: Path) -> str:
-    """ptxas's words about a variant, and its cubin in the folder. In a process of its own: the DSL reads its environment once."""
-    code = (
-        "from verify_kernels.cute.compile import Variant, compile_variant\n"
-        f"compile_variant({variant!r}, \"--ptxas-options '-v'\")"
-    )
-    environment = {
-        "CUTE_DSL_ARCH": kernels.ARCH,
-        "CUTE_DSL_NO_CACHE": "1",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(folder),
-        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-        "HOME": str(folder),
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 @needs_dsl

@@ -6,9 +6,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.verify_kernels.compiled import compile_remarks
 from verify_kernels.cute import UNMEASURED, compile as kernels
-from verify_kernels.cute.compile import ExpertsVariant
 from verify_kernels.cute.moe.pack import BYTES, pack
 from verify_kernels.cute.moe.run import HALF, choose, experts, stage_bytes, stages
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
@@ -25,7 +22,6 @@ from verify_kernels.errors import KernelError
 from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
 from verify_kernels.reference.moe import moe_experts, moe_route
 
-ROOT = Path(__file__).parents[3]
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
 
 REGISTERS = 64 * 1024  # of an SM
@@ -240,26 +236,6 @@ def test_what_cannot_be_packed_is_named() -> None:
 PAIRS = [choose(torch.bfloat16, t, e, k) for t, e, k in ((8, 128, 8), (16, 128, 8), (64, 128, 8), (32, 896, 16))]
 PAIRS += [choose(torch.bfloat16, t, 128, 8, kind) for t, kind in ((8, "mxfp4"), (64, "mxfp4"), (16, "fp8"), (64, "fp8"))]
 COMPILED = [variant for pair in PAIRS for variant in pair]
-
-
-def compile_remarks(variant: ExpertsVariant, folder: Path) -> str:
-    """ptxas's words about a variant, and its PTX in the folder. In a process of its own: the DSL reads its environment
-    once."""
-    code = (
-        "from verify_kernels.cute.compile import ExpertsVariant, compile_variant\n"
-        f"compile_variant({variant!r}, \"--ptxas-options '-v'\")"
-    )
-    environment = {
-        "CUTE_DSL_ARCH": kernels.ARCH,
-        "CUTE_DSL_NO_CACHE": "1",
-        "CUTE_DSL_KEEP": "ptx",
-        "CUTE_DSL_DUMP_DIR": str(folder),
-        "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-        "HOME": str(folder),
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 @needs_dsl
