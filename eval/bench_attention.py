@@ -26,6 +26,7 @@ from eval.environment import environment
 from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels, implementations
 from verify_kernels.cute.attention.run import append_kv, choose, commit_path, plan, plan_variant, run, variants_of
+from verify_kernels.cute.variants import AnyVariant, AppendVariant, CommitVariant, Variant
 from verify_kernels.reference import attention as reference
 from verify_kernels.reference.attention import paged_tree_attention
 
@@ -71,27 +72,27 @@ FP8_SHAPES = [
 
 
 APPENDS = [
-    kernels.AppendVariant("bfloat16", 128, 32, 8, norm=True),
-    kernels.AppendVariant("float16", 64, 14, 2, norm=False),
-    kernels.AppendVariant("bfloat16", 128, 32, 8, norm=True, fp8=True),
-    kernels.AppendVariant("float16", 64, 14, 2, norm=False, fp8=True),
+    AppendVariant("bfloat16", 128, 32, 8, norm=True),
+    AppendVariant("float16", 64, 14, 2, norm=False),
+    AppendVariant("bfloat16", 128, 32, 8, norm=True, fp8=True),
+    AppendVariant("float16", 64, 14, 2, norm=False, fp8=True),
 ]
-COMMITS = [kernels.CommitVariant(512), kernels.CommitVariant(64)]
+COMMITS = [CommitVariant(512), CommitVariant(64)]
 
 # What an engine asks for with Qwen3-8B, Qwen3-30B-A3B and, as draft model, Qwen3-0.6B: prompts, chains and trees.
 ENGINES = [(32, 8), (32, 4), (16, 8)]
 
 
-def variants() -> list[kernels.AnyVariant]:
+def variants() -> list[AnyVariant]:
     all_ = [choose(*case) for case in CASES] + [choose(BF16, 128, h, kv, 16, "tree", q) for h, kv, _, _, q in SHAPES]
     all_ += [choose(BF16, 128, h, kv, 16, "tree", q, fp8=True) for h, kv, _, _, q in FP8_SHAPES]
-    others: list[kernels.AnyVariant] = [*APPENDS, *COMMITS]
+    others: list[AnyVariant] = [*APPENDS, *COMMITS]
     for heads, kv_heads in ENGINES:
         others += variants_of(BF16, 128, heads, kv_heads, 16, norm=True)
     return list(dict.fromkeys(all_ + [plan_variant(v) for v in all_] + others))
 
 
-def plan_kernel(variant: kernels.Variant, folder: Path | None) -> Any:
+def plan_kernel(variant: Variant, folder: Path | None) -> Any:
     return kernels.load(kernels.build(plan_variant(variant), folder))
 
 
@@ -279,7 +280,7 @@ def host_cost(folder: Path | None) -> dict[str, float]:
     return {"load_ms": round(loaded * 1e3, 2), "launch_us": round(statistics.median(rounds[1:]) * 1e6, 2)}
 
 
-def check_commit(variant: kernels.CommitVariant, folder: Path | None, seed: int) -> bool:
+def check_commit(variant: CommitVariant, folder: Path | None, seed: int) -> bool:
     """Compaction of random paths against the reference, bit for bit: what is not on a path stays as it is."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -300,7 +301,7 @@ def check_commit(variant: kernels.CommitVariant, folder: Path | None, seed: int)
     return torch.equal(cache.k, want.k) and torch.equal(cache.v, want.v)
 
 
-def check_append(variant: kernels.AppendVariant, folder: Path | None, tokens: int = 77) -> dict[str, Any]:
+def check_append(variant: AppendVariant, folder: Path | None, tokens: int = 77) -> dict[str, Any]:
     """The write side against the float32 reference, and its time beside the reference's; other slots stay as they are."""
     torch.manual_seed(0)
     dtype, dim, heads, kv_heads = getattr(torch, variant.dtype), variant.head_dim, variant.heads, variant.kv_heads

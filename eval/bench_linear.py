@@ -23,7 +23,7 @@ from typing import Any
 from eval import gpu_jobs
 from eval.gpu_jobs import Job, graph_us
 from verify_kernels.cute import compile as kernels
-from verify_kernels.cute.compile import LinearVariant
+from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.cute.linear.schedule import SLACK, plan
 
 TOLERANCE = 5e-3

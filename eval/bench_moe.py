@@ -28,7 +28,7 @@ from typing import Any
 from eval import gpu_jobs
 from eval.gpu_jobs import Job, graph_us
 from verify_kernels.cute import compile as kernels
-from verify_kernels.cute.compile import ExpertsVariant
+from verify_kernels.cute.variants import ExpertsVariant
 
 TOLERANCE = 5e-3
 """Relative error allowed against float32 of the same bf16 inputs: rounding hidden and output gives 2.4e-3."""

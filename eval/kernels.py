@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dspark_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verify_kernels.cute.compile import AnyVariant
+    from verify_kernels.cute.variants import AnyVariant
 
 Progress = Callable[[str, int, int], None]
 

@@ -7,15 +7,17 @@ import sys
 from pathlib import Path
 
 from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.variants import AnyVariant
 
 ROOT = Path(__file__).parents[2]
 
 
-def compile_remarks(variant: kernels.AnyVariant, folder: Path) -> str:
+def compile_remarks(variant: AnyVariant, folder: Path) -> str:
     """ptxas's words about a variant, and its PTX in the folder. In a process of its own: the DSL reads its environment
     once."""
     code = (
-        "from verify_kernels.cute.compile import *\n"
+        "from verify_kernels.cute.compile import compile_variant\n"
+        "from verify_kernels.cute.variants import *\n"
         f"compile_variant({variant!r}, \"--ptxas-options '-v'\")"
     )
     environment = {

@@ -17,6 +17,7 @@ from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
 from verify_kernels.cute.linear import run as linear_run
 from verify_kernels.cute.moe import run as moe_run
+from verify_kernels.cute.variants import AnyVariant, AppendVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 from verify_kernels.quantized import Quantized
 
@@ -49,7 +50,7 @@ class PassPlan:
 
     page_size: int
     mask: str
-    schedules: dict[kernels.Variant, run.Plan] = dataclasses.field(default_factory=dict)
+    schedules: dict[Variant, run.Plan] = dataclasses.field(default_factory=dict)
 
 
 def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> dict[str, Callable[..., Any]]:
@@ -61,7 +62,7 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
     check_machine()
 
     @functools.cache
-    def kernel(variant: kernels.AnyVariant) -> run.Kernel:
+    def kernel(variant: AnyVariant) -> run.Kernel:
         return kernels.load(kernels.build(variant, folder))
 
     def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> PassPlan:
@@ -126,7 +127,7 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
     ) -> Tensor:
         check_kv(q, k_pages, k_scale)
         dtype = str(q.dtype).removeprefix("torch.")
-        variant = kernels.AppendVariant(dtype, q.shape[2], q.shape[1], k.shape[1], q_norm is not None)
+        variant = AppendVariant(dtype, q.shape[2], q.shape[1], k.shape[1], q_norm is not None)
         return run.append_kv(
             kernel(variant), q, k, v, k_pages, v_pages, batch.slot_mapping, batch.positions, cos_sin, q_norm, k_norm, eps
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verify_kernels.batch import KVCache
 from verify_kernels.cute.attention.schedule import MAX_ENTRIES, RECORD, schedule
-from verify_kernels.cute.compile import AnyVariant, AppendVariant, CommitVariant, PlanVariant, Variant
+from verify_kernels.cute.variants import AnyVariant, AppendVariant, CommitVariant, PlanVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]

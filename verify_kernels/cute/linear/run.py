@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verify_kernels.cute.compile import LinearVariant
 from verify_kernels.cute.linear.schedule import plan
+from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]

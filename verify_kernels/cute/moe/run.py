@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verify_kernels.cute.compile import ExpertsVariant
 from verify_kernels.cute.moe.pack import BYTES, TILE
+from verify_kernels.cute.variants import ExpertsVariant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]

@@ -1,0 +1,40 @@
+"""Compiling the grouped products of a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from verify_kernels.cute.fake import DTYPES, compact, f32, i32, i64, size, stream, stride, strided
+from verify_kernels.cute.moe.kernel import Experts
+from verify_kernels.cute.moe.pack import BYTES
+from verify_kernels.cute.variants import ExpertsVariant
+
+
+def compiled(variant: ExpertsVariant, options: str) -> Any:
+    """The DSL's compiled function of a variant."""
+    constants = dataclasses.asdict(variant)
+    dtype = DTYPES[constants.pop("dtype")]
+    tokens, inner, picks = size(), size(divisibility=8), variant.top_k
+    if variant.kind == "plain":
+        stacked = strided(dtype, (variant.experts, size(), inner), (stride(8), stride(8), 1), assumed_align=16)
+    else:
+        tile = BYTES[variant.kind]
+        shape = (variant.experts, size(), size(), tile)
+        stacked = strided(cutlass.Uint8, shape, (stride(16), stride(16), tile, 1), assumed_align=16)
+    return cute.compile(
+        Experts(dtype, **constants),
+        strided(dtype, (size(), inner), (stride(8), 1), assumed_align=16),
+        stacked,
+        strided(i64, (tokens, picks), (size(), 1), assumed_align=8),
+        None if variant.down else compact(f32, tokens, picks, align=4),
+        strided(dtype, (size(), size()), (stride(), 1), assumed_align=2),
+        compact(f32, size(), 2, variant.tokens // 8, 128, 4),
+        compact(i32, size()),
+        i32(1),
+        stream(),
+        options=options,
+    )

@@ -1,0 +1,138 @@
+"""Kernel variants: the constants that a compiled kernel was made with. `family` is the folder of its sources."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A compiled kernel's constants; see `attention.verify.VerifyAttention`."""
+
+    family: ClassVar = "attention"
+    dtype: str  # "bfloat16" or "float16"
+    head_dim: int
+    heads: int
+    kv_heads: int
+    page_size: int
+    mask: str
+    rows: int
+    blocks: int = 1
+    tile_n: int = 64
+    stages: int = 4
+    softcap: bool = False
+    fp8: bool = False  # keys and values in e4m3
+
+    @property
+    def name(self) -> str:
+        cap = ("_cap" if self.softcap else "") + ("_e4m3" if self.fp8 else "")
+        return (
+            f"verify_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}_p{self.page_size}_{self.mask}"
+            f"_m{self.rows}x{self.blocks}_n{self.tile_n}_s{self.stages}{cap}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanVariant:
+    """Constants of the schedule kernel; see `attention.schedule.schedule`."""
+
+    family: ClassVar = "attention"
+    group: int
+    kv_heads: int
+    block_rows: int
+    tile_n: int
+    causal: bool
+    setup: int
+
+    @property
+    def name(self) -> str:
+        order = "causal" if self.causal else "any"
+        return f"plan_g{self.group}_h{self.kv_heads}_m{self.block_rows}_n{self.tile_n}_{order}_c{self.setup}"
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendVariant:
+    """Constants of the cache's write side; see `attention.append.AppendKV`."""
+
+    family: ClassVar = "attention"
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    norm: bool
+    fp8: bool = False  # keys and values in e4m3
+
+    @property
+    def name(self) -> str:
+        ends = ("_norm" if self.norm else "") + ("_e4m3" if self.fp8 else "")
+        return f"append_{self.dtype}_d{self.head_dim}_h{self.heads}_{self.kv_heads}{ends}"
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitVariant:
+    """Constants of the accepted path's compaction; see `attention.commit.CommitPath`."""
+
+    family: ClassVar = "attention"
+    words: int
+
+    @property
+    def name(self) -> str:
+        return f"commit_w{self.words}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearVariant:
+    """Constants of the small-T linear; see `linear.kernel.Linear`.
+
+    tokens: columns of the product, 8, 16, 32 or 64, of which a call may use fewer; rows, tile_k: the tile of weights
+    that a stage holds; rms_in, rms_out: the norm before and the norm after; early: dependents may launch from the start
+    on, not from the last read of weights on.
+    """
+
+    family: ClassVar = "linear"
+    dtype: str
+    tokens: int
+    rows: int
+    tile_k: int
+    stages: int
+    bias: bool = False
+    residual: bool = False
+    swiglu: bool = False
+    rms_in: bool = False
+    rms_out: bool = False
+    pdl: bool = True
+    early: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = {"bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "rmsin": self.rms_in, "rmsout": self.rms_out, "early": self.early, "nopdl": not self.pdl}
+        ends = "".join(f"_{name}" for name, on in flags.items() if on)
+        return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsVariant:
+    """Constants of the grouped products of a mixture of experts; see `moe.kernel.Experts`.
+
+    tokens: columns, 8, 16, 32 or 64, of which a call may use fewer; top_k of experts; down: the second product; kind:
+    of weights, "plain" for 16 bits, "fp8" or "mxfp4" as `moe.pack` has them.
+    """
+
+    family: ClassVar = "moe"
+    dtype: str
+    tokens: int
+    experts: int
+    top_k: int
+    stages: int
+    down: bool
+    kind: str = "plain"
+    pdl: bool = True
+
+    @property
+    def name(self) -> str:
+        ends = ("_down" if self.down else "_gate_up") + ("" if self.pdl else "_nopdl")
+        return f"experts_{self.dtype}_{self.kind}_t{self.tokens}_e{self.experts}_k{self.top_k}_s{self.stages}{ends}"
+
+
+AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant
