@@ -116,7 +116,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -125,7 +125,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device: found {name!r}, allowed: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device: found {name!r}, allowed: this machine has {torch.cuda.device_count()} CUDA devices")
-    return device
+    # With its index, as tensors have it: devices are compared.
+    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
 
 
 def _locate(name: str) -> Path:
