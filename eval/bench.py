@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dspark_runtime.configs import names
 from dspark_runtime.errors import CheckpointError, ConfigError, DsparkError
 from dspark_runtime.prompts import PromptSet, encode, load_prompts, random_ids
 from eval.schema import REAL, BenchConfig, BenchRow, Environment, Pair, Run, Spread, StepMs
@@ -173,8 +174,8 @@ def make_scheduler(name: str, config: Pair) -> tuple[Scheduler | None, str | Non
 
 
 def make_drafter(name: str, target: Target, config: BenchConfig) -> object | None:
-    """none, ngram, draft:NAME (any target as draft model), draft:self (the target as its own draft model), or the folder
-    of a DSpark, DFlash or EAGLE-3 checkpoint."""
+    """none, ngram, draft:NAME (any target as draft model), draft:self (the target as its own draft model), the folder of
+    a DSpark, DFlash or EAGLE-3 checkpoint, or a drafter's architecture of configs/models (with weights "dummy")."""
     if name == "none":
         return None
     if name == "ngram":
@@ -185,6 +186,8 @@ def make_drafter(name: str, target: Target, config: BenchConfig) -> object | Non
         from drafters.dspark.load import load_drafter
 
         try:
+            if name in names("models"):
+                return dummy_drafter(name, target, config)
             return load_drafter(name, target.model)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
@@ -192,6 +195,52 @@ def make_drafter(name: str, target: Target, config: BenchConfig) -> object | Non
 
     model = name.removeprefix("draft:")
     return DraftModel(target.model if model == "self" else load(model, config).model)
+
+
+def dummy_drafter(name: str, target: Target, config: BenchConfig) -> object:
+    """A drafter of configs/models with seeded random weights, around the target. What its file leaves open is the
+    target's (rotary embedding, norms' epsilon) or as published (taps spread evenly). Raises ConfigError, ValueError."""
+    from drafters.dspark.config import DrafterConfig
+    from drafters.dspark.load import dummy_drafter
+    from dspark_runtime.cost.facts import load_architecture
+    from dspark_runtime.models.config import ModelConfig
+
+    a = load_architecture(name)
+    if a.drafter is None:
+        raise ConfigError(f"drafter: {name} is a target, allowed: draft:{name}, or a drafter of configs/models")
+    if config.weights != "dummy":
+        raise ConfigError(f"drafter: {name} is an architecture without weights; add --weights dummy for timing")
+    kinds = [*a.attention.groups, *(["moe"] if a.ffn.moe else [])]
+    if kinds != ["gqa"] or not isinstance(target.config, ModelConfig):
+        found = ", ".join(kinds) if kinds != ["gqa"] else f"the target {target.name}"
+        raise ConfigError(f"drafter: {name}: found {found}, allowed: gqa layers on a Llama, Qwen3 or Qwen3-MoE target")
+    d, gqa, depth, vocab = a.drafter, a.attention.gqa, target.model.num_layers, a.vocab_size
+    drafter = DrafterConfig(
+        dialect="deepspec",
+        kind="dspark",
+        layers="qwen3" if gqa.qk_norm else "llama",
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        hidden_size=a.hidden_size,
+        intermediate_size=a.ffn.dense.intermediate_size,
+        num_hidden_layers=gqa.layers,
+        num_attention_heads=gqa.heads,
+        num_key_value_heads=gqa.kv_heads,
+        head_dim=gqa.head_dim,
+        rms_norm_eps=target.config.rms_norm_eps,
+        max_position_embeddings=target.config.max_position_embeddings,
+        rope=target.config.rope,
+        windows=(gqa.window,) * gqa.layers if gqa.window else (),
+        target_hidden_size=a.hidden_size,
+        taps=sorted({round(1 + (depth - 4) * i / max(d.taps - 1, 1)) for i in range(d.taps)}),
+        block_size=d.num_drafts,
+        mask_token_id=0,
+        markov_head_type="vanilla" if d.markov_rank else None,
+        markov_rank=d.markov_rank,
+        confidence="none" if not d.confidence_head else "markov" if d.markov_rank else "hidden",
+    )
+    own = [table for table, has in (("embed_tokens", d.embedding), ("lm_head", d.lm_head)) if has]
+    return dummy_drafter(drafter, target.model, name, config.seed, own)
 
 
 def load(name: str, config: BenchConfig) -> Target:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from drafters.topology import MAX_NODES
+from dspark_runtime.configs import names
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.forced_routing import split as split_routing
 from dspark_runtime.scheduling.names import split as split_scheduler
@@ -105,8 +106,9 @@ class Pair(Strict):
     @classmethod
     def _drafter(cls, value: str) -> str:
         named = value in ("none", "ngram") or (value.startswith("draft:") and len(value) > 6)
-        if not named and not (value and Path(value).is_dir()):
-            raise ValueError(f"found {value!r}, allowed: none, ngram, draft:NAME, draft:self, or a drafter's folder")
+        if not named and not (value and (Path(value).is_dir() or value in names("models"))):
+            allowed = "none, ngram, draft:NAME, draft:self, a drafter's folder or an architecture of configs/models"
+            raise ValueError(f"found {value!r}, allowed: {allowed}")
         return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,10 +14,12 @@ from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.records import StepRecord
 from dspark_runtime.synthetic import SyntheticLaw
 from eval import report
-from eval.bench import Point, Repeat, acceptance_numbers, bench, finish_row, plan, sampling_error, time_numbers
+from eval.bench import (
+    Point, Repeat, acceptance_numbers, bench, finish_row, load, make_drafter, plan, sampling_error, time_numbers,
+)  # fmt: skip
 from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
 from dspark_runtime.prompts import encode, load_prompts, random_ids
-from eval.schema import Run, bench_config
+from eval.schema import BenchConfig, Run, bench_config
 from tests.eval.rows import row
 
 
@@ -236,6 +239,46 @@ def test_a_model_of_stated_shape_with_random_weights(monkeypatch: pytest.MonkeyP
     kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
     context = plain.floor_ms * 1e6 - weights
     assert 2 * 23 * kv <= context <= 2 * (24 + 20) * kv
+
+
+def drafter_config(**changes: object) -> BenchConfig:
+    values = dict(
+        target="tiny", drafter="tiny-dspark", weights="dummy", dtype="float32", device="cpu", context_len=16,
+        num_requests=2, num_speculative_tokens=3, acceptance_length=2, max_tokens=8, repeats=1, warmup=0,
+    )  # fmt: skip
+    return bench_config(values | changes)
+
+
+def test_a_drafter_of_stated_shape_with_random_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter of configs/models runs whole steps, chain and tree, and its weights follow from the seed."""
+    monkeypatch.setattr("eval.floor.measure_ceilings", lambda device, dtype: Ceilings(1.0, 1000.0, "fixed"))
+    monkeypatch.chdir(tmp_path)
+    Path("shallow.yaml").write_text("parents: [-1, 0, 0, 1, 1, 2, 3]\n")
+    run = bench(drafter_config(tree="shallow.yaml", num_speculative_tokens="3"))
+    _, chain, tree = run.results
+    assert not chain.error and not tree.error and chain.method == "dspark:tiny-dspark"
+    assert chain.spec_decode_acceptance_length == 2 and tree.verified_tokens == 14
+    target = load(run.config.target, run.config)
+    a, b = (make_drafter("tiny-dspark", target, drafter_config(seed=seed)) for seed in (0, 1))
+    again = make_drafter("tiny-dspark", target, drafter_config())
+    assert torch.equal(a.network.fc, again.network.fc) and not torch.equal(a.network.fc, b.network.fc)
+    c = a.config
+    assert (c.num_hidden_layers, c.block_size, c.markov_rank, c.confidence) == (2, 4, 16, "markov")
+    assert a.network.embed is target.model.embed and c.rope == target.config.rope
+
+
+@pytest.mark.parametrize("changes, said", [
+    (dict(drafter="tiny"), "drafter: tiny is a target"),
+    (dict(drafter="qwen3-8b-dspark"), "vocab_size: found 151936, expected 128"),
+    (dict(drafter="kimi-k3-dspark-inferact"), "found mla, allowed: gqa layers"),
+])  # fmt: skip
+def test_a_drafter_that_cannot_be_made_is_named(changes: dict[str, str], said: str) -> None:
+    config = drafter_config(**changes)
+    target = load(config.target, config)
+    with pytest.raises(DsparkError, match=said):
+        make_drafter(config.drafter, target, config)
+    with pytest.raises(ConfigError, match="add --weights dummy"):
+        make_drafter("tiny-dspark", target, config.model_copy(update=dict(weights="auto")))
 
 
 @pytest.mark.parametrize("whole", [0, 1, 2])
