@@ -4,8 +4,9 @@
     python -m eval.bench_linear run --kernels DIR --json FILE  # the GPU machine; needs torch and tvm-ffi
 
 `run` compares random cases (poisoned outputs, rows of W past the last tile, every call twice) with a float32 product,
-then times what a decode step runs: one CUDA graph of the matrices of three Qwen3-8B layers, each reading the output of
-the one before, and the LM head, beside torch's own product in the same job. TB/s are bytes of weights over time.
+then times what a decode step runs, beside torch's own product in the same job: one CUDA graph of the matrices of three
+Qwen3-8B layers, each reading the output of the one before; the same with norms, residual adds and activation fused; and
+each matrix, and the LM head, alone. TB/s are bytes of weights over time.
 
 The GPU's work is done by a second process that is started anew when it hangs or dies (`eval.gpu_jobs`).
 """
@@ -24,7 +25,7 @@ from eval import gpu_jobs
 from eval.gpu_jobs import Job, graph_us
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.variants import LinearVariant
-from verify_kernels.cute.linear.schedule import SLACK, plan
+from verify_kernels.cute.linear.schedule import SLACK, plan, stages
 
 TOLERANCE = 5e-3
 """Relative error allowed against float32 of the same bf16 inputs: rounding the output once gives 1.7e-3."""
@@ -36,19 +37,52 @@ TOKENS = (1, 8, 16, 32, 64)
 JOB_SECONDS = 6.0
 READ_SECONDS = 20.0  # with the compilation of its kernel
 
-# rows, tile_k, stages for 8, 16, 32, 64 tokens, further constants. The first is what `run.choose` gives.
-CONFIGS: dict[str, tuple[int, int, tuple[int, int, int, int], dict[str, bool]]] = {
-    "m128": (128, 64, (12, 12, 11, 9), {}),
-    "m128 half": (128, 64, (6, 6, 5, 4), {}),
-    "m128 half early": (128, 64, (6, 6, 5, 4), {"early": True}),
-    "m64": (64, 128, (12, 11, 9, 7), {}),
-    "m64 half": (64, 128, (6, 5, 4, 3), {}),
-    "m64 half early": (64, 128, (6, 5, 4, 3), {"early": True}),
-    "m128 k128": (128, 128, (6, 6, 5, 4), {}),
-    "m256": (256, 64, (6, 6, 6, 5), {}),
-    "m128 no pdl": (128, 64, (12, 12, 11, 9), {"pdl": False}),
-    "m64 no pdl": (64, 128, (12, 11, 9, 7), {"pdl": False}),
+# Rows and k of a tile, CTAs of an SM at a time, further constants. A ring takes all of its CTA's shared memory.
+CONFIGS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "m64": (64, 128, 1, {}),
+    "m64 no pdl": (64, 128, 1, {"pdl": False}),
+    "m64 half l2": (64, 128, 2, {"prefetch": 6}),
+    "m64 c2": (64, 128, 1, {"cluster": 2}),
+    "m128": (128, 128, 1, {}),
+    "m192": (192, 128, 1, {}),
+    "m192 c2": (192, 128, 1, {"cluster": 2}),
+    "m192 c4": (192, 128, 1, {"cluster": 4}),
+    "m48": (48, 128, 1, {}),
+    "m48 c2": (48, 128, 1, {"cluster": 2}),
+    "m48 c4": (48, 128, 1, {"cluster": 4}),
+    "m48 half": (48, 128, 2, {}),
+    "m48 half l2": (48, 128, 2, {"prefetch": 8}),
+    "m48 half l2 c2": (48, 128, 2, {"prefetch": 8, "cluster": 2}),
+    "m32": (32, 128, 1, {}),
+    "m32 k256": (32, 256, 1, {}),
+    "m32 c2": (32, 128, 1, {"cluster": 2}),
+    "m32 c4": (32, 128, 1, {"cluster": 4}),
+    "m32 half": (32, 128, 2, {}),
+    "m32 half l2": (32, 128, 2, {"prefetch": 12}),
+    "m32 half l2 c2": (32, 128, 2, {"prefetch": 12, "cluster": 2}),
 }
+WHOLE = 0.34
+"""Slack that gives every unit whole row tiles of 64, if that leaves a quarter of the multiprocessors idle."""
+
+BY_MATRIX: dict[str, tuple[str, ...]] = {
+    "qkv": ("m64", "m64 no pdl", *(c for c in CONFIGS if c.startswith("m48"))),
+    "o": ("m64", "m128", *(c for c in CONFIGS if c.startswith("m32"))),
+    "gate_up": ("m64", "m64 no pdl", "m64 half l2", "m64 c2", *(c for c in CONFIGS if c.startswith("m192"))),
+    "down": ("m64", "m128", *(c for c in CONFIGS if c.startswith("m32"))),
+    "head": ("m64", "m64 half l2", "m128", "m192"),
+}
+
+# What each matrix of a layer runs with, in the order of LAYER.
+MIXES: dict[str, tuple[str, str, str, str]] = {
+    "m64": ("m64", "m64", "m64", "m64"),
+    "whole": ("m48", "m32", "m192", "m32"),
+    "whole k256": ("m48", "m32 k256", "m64", "m32 k256"),
+    "whole c2": ("m48 c2", "m32 c2", "m192 c2", "m32 c2"),
+    "whole c4": ("m48 c4", "m32 c4", "m192 c4", "m32 c4"),
+    "whole half l2": ("m48 half l2", "m32 half l2", "m64 half l2", "m32 half l2"),
+    "whole half l2 c2": ("m48 half l2 c2", "m32 half l2 c2", "m64 half l2", "m32 half l2 c2"),
+}
+FUSED_MIXES = ("m64", "whole", "whole c2", "whole c4", "whole half l2")
 EPILOGUES: tuple[dict[str, bool], ...] = (
     {"bias": True},
     {"residual": True},
@@ -61,53 +95,71 @@ EPILOGUES: tuple[dict[str, bool], ...] = (
 FUSED = {"qkv": {"rms_in": True}, "o": EPILOGUES[-1], "gate_up": EPILOGUES[-2], "down": EPILOGUES[-1]}
 """A layer's matrices with its norms, residual adds and activation inside."""
 
-FUSED_CONFIGS = ("m128", "m128 half", "m64 half")
 EPS = 1e-6
 
 
 def variant(config: str, tokens: int, **epilogue: bool) -> LinearVariant:
-    rows, tile_k, stages, flags = CONFIGS[config]
-    at = 0 if tokens <= 8 else (tokens - 1).bit_length() - 3
-    return LinearVariant("bfloat16", 8 << at, rows, tile_k, stages[at], **flags, **epilogue)
+    rows, tile_k, resident, flags = CONFIGS[config]
+    padded = max(8, 1 << (tokens - 1).bit_length())
+    return LinearVariant(
+        "bfloat16", padded, rows, tile_k, stages(rows, tile_k, padded, resident), **flags, **epilogue
+    )
+
+
+def checked() -> list[tuple[str, int, dict[str, bool]]]:
+    """Every kernel: config, tokens, epilogue."""
+    found: list[tuple[str, int, dict[str, bool]]] = [(c, t, {}) for t in TOKENS[1:] for c in CONFIGS]
+    found += [("m64", t, e) for t in TOKENS[1:] for e in EPILOGUES]
+    for t in TOKENS[1:]:
+        for mix in FUSED_MIXES[1:]:
+            found += [(c, t, e) for c, e in zip(MIXES[mix], FUSED.values(), strict=True)]
+    return [f for i, f in enumerate(found) if f not in found[:i]]
 
 
 def variants() -> list[LinearVariant]:
-    found = [variant(config, t) for config in CONFIGS for t in TOKENS]
-    found += [variant("m128", t, **epilogue) for epilogue in EPILOGUES for t in TOKENS]
-    found += [variant(config, t, **epilogue) for config in FUSED_CONFIGS for epilogue in EPILOGUES[-3:] for t in TOKENS]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(variant(c, t, **e) for c, t, e in checked()))
 
 
 def jobs(cases: int) -> list[Job]:
-    """What a run does, in order: a first look at every kernel, the times, then all random cases."""
-    first = [(c, t, {}) for t in TOKENS[1:] for c in CONFIGS] + [("m128", t, e) for t in TOKENS[1:] for e in EPILOGUES]
-    found: list[Job] = [{"job": "chain", "config": "torch", "tokens": t} for t in TOKENS]
+    """What a run does, in order: a first look at the kernels, each of them checked, the times, then more random cases."""
+    found: list[Job] = [{"job": "chain", "mix": "torch", "tokens": t} for t in TOKENS]
     found += [
         {"job": "smoke", "config": c, "tokens": t}
-        for c, t in (("m128 no pdl", 8), ("m128", 8), ("m64", 8), ("m256", 64))
+        for c, t in (("m64 no pdl", 8), ("m64", 8), ("m48", 8), ("m32 k256", 64), ("m48 c2", 8), ("m32 half l2", 8))
     ]
-    found.append({"job": "op", "config": "m128", "tokens": 8})
+    found.append({"job": "op", "config": "m48", "tokens": 8})
     found += [
-        {"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": [s, s + 1]}
-        for s, (c, t, e) in enumerate(first)
+        {"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": [2 * s, 2 * s + 1]}
+        for s, (c, t, e) in enumerate(checked())
     ]
-    found += [{"job": "chain", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS]
-    found += [{"job": "layer", "config": c, "tokens": t} for t in TOKENS for c in ("torch", *FUSED_CONFIGS)]
+    found += [{"job": "chain", "mix": m, "tokens": t} for t in TOKENS for m in MIXES]
+    found += [{"job": "layer", "mix": m, "tokens": t} for t in TOKENS for m in ("torch", *FUSED_MIXES)]
     found += [
         {"job": "matrix", "config": c, "tokens": t, "matrix": m}
-        for m in (*LAYER, "head")
+        for m, configs in BY_MATRIX.items()
         for t in TOKENS
-        for c in ("torch", *CONFIGS)
+        for c in ("torch", *configs)
     ]
-    found += [{"job": "chain", "config": c, "tokens": t, "slack": 0.0} for t in TOKENS for c in ("m128", "m64")]
-    rest = max(cases - 2 * len(first), 0)
+    found += [{"job": "matrix", "config": "m64", "tokens": t, "matrix": "qkv", "slack": WHOLE} for t in TOKENS]
+    rest = max(cases - 2 * len(checked()), 0)
     for i in range(0, rest, 5):
-        c, t, e = first[i // 5 * 7 % len(first)]
+        c, t, e = checked()[i // 5 * 7 % len(checked())]
         found.append(
             {"job": "check", "config": c, "tokens": t, "epilogue": e, "seeds": list(range(1000 + i, 1000 + i + 5))}
         )
     found.append({"job": "read"})
     return found
+
+
+def uses(job: Job) -> list[LinearVariant]:
+    """The kernels that a job runs."""
+    if "mix" in job:
+        epilogues = FUSED.values() if job["job"] == "layer" else [{}] * len(LAYER)
+        pairs = zip(MIXES.get(job["mix"], ()), epilogues, strict=job["mix"] in MIXES)
+        return [variant(c, job["tokens"], **e) for c, e in pairs]
+    if job.get("config", "torch") == "torch":
+        return []
+    return [variant(job["config"], job["tokens"], **job.get("epilogue", {}))]
 
 
 # --- the process that owns the GPU
@@ -133,16 +185,20 @@ class Bench:
 
         torch = self.torch
         v = variant(config, tokens)
-        found = {}
-        for name, n, k, units in (
-            ("one tile", v.rows, v.tile_k, 1),
-            ("one turn of the ring", v.rows, v.tile_k * v.stages, 1),
-            ("many turns", v.rows, v.tile_k * v.stages * 5, 1),
-            ("two row tiles", 2 * v.rows - 3, v.tile_k * v.stages * 3 - 8, 1),
-            ("a CTA for each row tile", 50 * v.rows, 4096, 50),
-            ("two CTAs for a row tile", v.rows, 4096, 2),
-            ("seven CTAs for four row tiles", 4 * v.rows, 4096, 7),
-        ):
+        found: Job = {}
+        c = v.cluster
+        shapes = [  # N, K, CTAs
+            ("one tile", c * v.rows, v.tile_k, c),
+            ("one turn of the ring", c * v.rows, v.tile_k * v.stages, c),
+            ("many turns", c * v.rows, v.tile_k * v.stages * 5, c),
+            ("two row tiles", 2 * c * v.rows - 3, v.tile_k * v.stages * 3 - 8, c),
+            ("a CTA for each row tile", 52 * v.rows, 4096, 52),
+        ]
+        if c == 1:
+            shapes += [
+                ("two CTAs for a row tile", v.rows, 4096, 2), ("seven CTAs for four row tiles", 4 * v.rows, 4096, 7),
+            ]  # fmt: skip
+        for name, n, k, units in shapes:
             self.tell(name)
             torch.manual_seed(0)
             x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
@@ -279,7 +335,7 @@ class Bench:
     @functools.cache
     def schedule(self, v: LinearVariant, rows: int, k: int, slack: float) -> tuple[int, int]:
         multiprocessors = self.torch.cuda.get_device_properties(0).multi_processor_count
-        return plan(rows, k, v.rows, v.tile_k, multiprocessors, slack)
+        return plan(rows, k, v.rows, v.tile_k, multiprocessors, slack, v.cluster)
 
     def product(self, config: str, tokens: int, slack: float = SLACK) -> Any:
         """call(x, w, out)."""
@@ -292,10 +348,11 @@ class Bench:
         kernel = self.kernel(v)
         return lambda x, w, out: linear(kernel, v, x, w, out, schedule=self.schedule(v, *w.shape, slack))
 
-    def chain(self, config: str, tokens: int, slack: float = SLACK) -> Job:
+    def chain(self, mix: str, tokens: int) -> Job:
         """All matrices of the layers, each reading what the one before wrote."""
         torch = self.torch
-        product = self.product(config, tokens, slack)
+        configs = MIXES.get(mix, ("torch",) * len(LAYER))
+        products = {m: self.product(c, tokens) for m, c in zip(LAYER, configs, strict=True)}
         torch.manual_seed(1)
         start = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)
         outs = [
@@ -307,7 +364,7 @@ class Bench:
             x = start
             for weights, out in zip(self.layers, outs, strict=True):
                 for name, (rows, k) in LAYER.items():
-                    product(x[:, :k], weights[name], out[name])
+                    products[name](x[:, :k], weights[name], out[name])
                     x = out[name]
 
         us = graph_us(call) / LAYERS
@@ -321,7 +378,7 @@ class Bench:
         bits = int(outs[-1]["down"].view(torch.int16).long().mul_(torch.arange(1, 4097, device="cuda")).sum())
         return {"us": us, "tbps": size / us / 1e6, "off": off, "bits": bits}
 
-    def layer(self, config: str, tokens: int) -> Job:
+    def layer(self, mix: str, tokens: int) -> Job:
         """The layers without attention: norms, residual adds and activation inside the products, or as torch has them."""
         torch = self.torch
         torch.manual_seed(1)
@@ -341,12 +398,12 @@ class Bench:
                 h = torch.addmm(h, (torch.nn.functional.silu(gate) * up).flatten(1), w["down"].T)
             ends[:] = [h]
 
-        if config == "torch":
+        if mix == "torch":
             us = graph_us(plain) / LAYERS
             return {"us": us, "tbps": sum(2 * rows * k for rows, k in LAYER.values()) / us / 1e6}
         from verify_kernels.cute.linear.run import Rows, linear, rows_after
 
-        chosen = {m: variant(config, tokens, **epilogue) for m, epilogue in FUSED.items()}
+        chosen = {m: variant(c, tokens, **e) for c, (m, e) in zip(MIXES[mix], FUSED.items(), strict=True)}
         loaded = {m: self.kernel(v) for m, v in chosen.items()}
         start = Rows(stream * weight, stream.float().square().sum(1)[None])
         room = [
@@ -377,12 +434,12 @@ class Bench:
         off = ((got - ends[0].float()).norm() / ends[0].float().norm()).item()
         return {"us": us, "off": off, "tbps": sum(2 * rows * k for rows, k in LAYER.values()) / us / 1e6}
 
-    def matrix(self, config: str, tokens: int, matrix: str) -> Job:
+    def matrix(self, config: str, tokens: int, matrix: str, slack: float = SLACK) -> Job:
         """One matrix alone, distinct copies back to back."""
         torch = self.torch
         weights = self.heads if matrix == "head" else [layer[matrix] for layer in self.layers]
         rows, k = weights[0].shape
-        product = self.product(config, tokens)
+        product = self.product(config, tokens, slack)
         x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
         out = torch.empty(tokens, rows, device="cuda", dtype=torch.bfloat16)
         repeats = 1 if matrix == "head" else 4
@@ -408,14 +465,14 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
         if file:
             file.write_text(json.dumps({"schema_version": 1, "device": device, "results": results}, indent=0) + "\n")
 
-    def uses(job: Job) -> str | None:
-        if job.get("config") in (None, "torch"):
-            return None
-        return variant(job["config"], job["tokens"], **job.get("epilogue", {})).name
-
     command = [sys.executable, "-m", "eval.bench_linear", "work", *(["--kernels", str(folder)] if folder else [])]
     return gpu_jobs.run(
-        jobs(cases), command, uses, lambda job: READ_SECONDS if job["job"] == "read" else JOB_SECONDS, seconds, save
+        jobs(cases),
+        command,
+        lambda job: {v.name for v in uses(job)},
+        lambda job: READ_SECONDS if job["job"] == "read" else JOB_SECONDS,
+        seconds,
+        save,
     )
 
 
@@ -439,55 +496,33 @@ def summary(results: list[Job]) -> str:
         same = {
             r["bits"]
             for r in results
-            if r["job"] == "chain"
-            and "bits" in r
-            and r["tokens"] == t
-            and r["config"].startswith("m128")
-            and "slack" not in r
+            if r["job"] == "chain" and "bits" in r and r["tokens"] == t and r["mix"].startswith("whole")
         }
         if len(same) > 1:
-            lines.append(f"T={t}: chains of the same sums differ bit by bit with ring and launch")
+            lines.append(f"T={t}: chains of the same sums differ bit by bit")
     lines += [
         f"read rate without dependent launch {r['tbps']:.2f} TB/s"
         for r in results
         if r["job"] == "read" and "tbps" in r
     ]
-    kinds = dict.fromkeys(
-        (r["job"], r.get("matrix", ""), r.get("slack", ""))
-        for r in results
-        if r["job"] in ("chain", "layer", "matrix")
-    )
-    for job, matrix, slack in kinds:
-        rows = {
-            (r["config"], r["tokens"]): r
-            for r in results
-            if (r["job"], r.get("matrix", ""), r.get("slack", "")) == (job, matrix, slack)
-        }
-        lines.append(
-            f"{job} {matrix} {'even' if slack == 0 else ''}".rstrip() + ", TB/s for T = " + " ".join(map(str, TOKENS))
-        )
-        for config in dict.fromkeys(c for c, _ in rows):
+    tables: dict[str, dict[tuple[str, int], Job]] = {}
+    for r in results:
+        if r["job"] in ("chain", "layer", "matrix"):
+            name = r.get("mix") or r["config"] + (" whole" if "slack" in r else "")
+            tables.setdefault(f"{r['job']} {r.get('matrix', '')}".rstrip(), {})[name, r["tokens"]] = r
+    for title, rows in tables.items():
+        lines.append(f"{title}, TB/s for T = " + " ".join(map(str, TOKENS)))
+        for name in dict.fromkeys(name for name, _ in rows):
             cells = []
             for t in TOKENS:
-                r, peer = (
-                    rows.get((config, t), {}),
-                    next(
-                        (
-                            p
-                            for p in results
-                            if (p["job"], p.get("matrix", ""), p.get("config"), p.get("tokens"))
-                            == (job, matrix, "torch", t)
-                        ),
-                        {},
-                    ),
-                )
+                r, peer = rows.get((name, t), {}), rows.get(("torch", t), {})
                 cell = f"{r['tbps']:.2f}" if "tbps" in r else "-"
-                if "tbps" in r and "tbps" in peer and config != "torch":
+                if "tbps" in r and "tbps" in peer and name != "torch":
                     cell += f"({r['tbps'] / peer['tbps']:.2f})"
                 if r.get("off", 0.0) > 0.03:
                     cell += f" OFF {r['off']:.1e}"
                 cells.append(cell)
-            lines.append(f"  {config:16}" + " ".join(f"{c:>11}" for c in cells))
+            lines.append(f"  {name:18}" + " ".join(f"{c:>11}" for c in cells))
     return "\n".join(lines) + "\n"
 
 
@@ -497,7 +532,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="folder of compiled kernels")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--cases", type=int, default=240, help="random cases")
-    parser.add_argument("--seconds", type=float, default=75.0, help="what does not fit is left out")
+    parser.add_argument("--seconds", type=float, default=45.0, help="what does not fit is left out")
     args = parser.parse_args()
     if args.command == "work":
         return gpu_jobs.serve(lambda tell: Bench(args.kernels, tell))

@@ -458,12 +458,12 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
         if file:
             file.write_text(json.dumps({"schema_version": 1, "device": device, "results": results}, indent=0) + "\n")
 
-    def uses(job: Job) -> str | None:
+    def uses(job: Job) -> set[str]:
         """A kernel that failed is left out; a peer is not."""
         if job["job"] in ("peer", "read"):
-            return None
+            return set()
         shape = K3[:2] if job["job"] == "k3" else (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
-        return f"{job['config']} {variants(job['config'], job['tokens'], *shape, job.get('kind', 'plain'))[0].name}"
+        return {f"{job['config']} {variants(job['config'], job['tokens'], *shape, job.get('kind', 'plain'))[0].name}"}
 
     def limit(job: Job) -> float:
         return SECONDS.get(job["job"], 20.0 if job["job"] == "read" else JOB_SECONDS)

@@ -95,13 +95,14 @@ class Worker:
 def run(
     jobs: Iterable[Job],
     command: list[str],
-    uses: Callable[[Job], str | None],
+    uses: Callable[[Job], set[str]],
     limit: Callable[[Job], float],
     seconds: float,
     save: Callable[[str, list[Job]], None],
 ) -> list[Job]:
-    """Every job that fits into `seconds`, each {job..., result...}. command: starts the other process; uses(job): what is
-    left out once a job with it failed or said `bad`; limit(job): its seconds; save(device, results) is called after each."""
+    """Every job that fits into `seconds`, each {job..., result...}. command: starts the other process; uses(job): what it
+    needs, and once it failed or said `bad`, jobs that need any of that are left out; limit(job): its seconds; save(device,
+    results) is called after each."""
     deadline = time.monotonic() + seconds
     results: list[Job] = []
     out_of_use: set[str] = set()
@@ -110,7 +111,7 @@ def run(
     for job in jobs:
         used = uses(job)
         left = deadline - time.monotonic()
-        if used in out_of_use or left < 1:
+        if used & out_of_use or left < 1:
             results.append(job | {"skipped": "its kernel failed before" if left >= 1 else "out of time"})
             continue
         if worker is None or worker.process.poll() is not None:
@@ -130,9 +131,9 @@ def run(
             result = {"failed": why, "at": worker.at}
             worker.stop()
             worker = None
-        if used is not None and ("failed" in result or result.get("bad")):
-            out_of_use.add(used)
-            print("BAD", used, job, {k: v for k, v in result.items() if k in ("failed", "at", "bad", "errors")}, flush=True)
+        if used and ("failed" in result or result.get("bad")):
+            out_of_use |= used
+            print("BAD", *sorted(used), job, {k: v for k, v in result.items() if k in ("failed", "at", "bad", "errors")}, flush=True)
         results.append(job | result | {"seconds": round(time.monotonic() - start, 3)})
         save(device, results)
     if worker:

@@ -26,7 +26,7 @@ def test_a_kernel_that_hangs_dies_or_errs_costs_only_itself(tmp_path) -> None:
     jobs = [{"job": "time", "kernel": k} for k in ("fine", "hangs", "dies", "errs", "fine", "hangs", "dies", "errs", "fine")]
     saved = []
     results = gpu_jobs.run(
-        jobs, [sys.executable, "-c", STAND_IN], lambda job: job["kernel"], lambda job: 1.0, 30.0,
+        jobs, [sys.executable, "-c", STAND_IN], lambda job: {job["kernel"]}, lambda job: 1.0, 30.0,
         lambda device, results: saved.append((device, json.dumps(results))),
     )  # fmt: skip
     assert [r.get("failed") or r.get("skipped") or r.get("bad") for r in results] == [
@@ -38,12 +38,12 @@ def test_a_kernel_that_hangs_dies_or_errs_costs_only_itself(tmp_path) -> None:
 
 def test_a_process_that_does_not_come_up_is_said_and_tried_again() -> None:
     jobs = [{"job": "a"}, {"job": "b"}]
-    results = gpu_jobs.run(jobs, [sys.executable, "-c", "pass"], lambda job: None, lambda job: 1.0, 30.0, lambda *_: None)
+    results = gpu_jobs.run(jobs, [sys.executable, "-c", "pass"], lambda job: set(), lambda job: 1.0, 30.0, lambda *_: None)
     assert [r["failed"] for r in results] == ["no process came up on the GPU"] * 2
 
 
 def test_time_that_is_up_skips_the_rest() -> None:
-    results = gpu_jobs.run([{"job": "a"}], ["true"], lambda job: None, lambda job: 1.0, 0.5, lambda *_: None)
+    results = gpu_jobs.run([{"job": "a"}], ["true"], lambda job: set(), lambda job: 1.0, 0.5, lambda *_: None)
     assert results == [{"job": "a", "skipped": "out of time"}]
 
 

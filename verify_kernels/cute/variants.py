@@ -86,8 +86,8 @@ class LinearVariant:
     """Constants of the small-T linear; see `linear.kernel.Linear`.
 
     tokens: columns of the product, 8, 16, 32 or 64, of which a call may use fewer; rows, tile_k: the tile of weights
-    that a stage holds; rms_in, rms_out: the norm before and the norm after; early: dependents may launch from the start
-    on, not from the last read of weights on.
+    that a stage holds; rms_in, rms_out: the norm before and the norm after; cluster: CTAs that share the reading of x, more
+    than 1 for whole row tiles only; prefetch: tiles that L2 is asked for beyond the ring.
     """
 
     family: ClassVar = "linear"
@@ -101,12 +101,16 @@ class LinearVariant:
     swiglu: bool = False
     rms_in: bool = False
     rms_out: bool = False
+    cluster: int = 1
+    prefetch: int = 0
     pdl: bool = True
-    early: bool = False
 
     @property
     def name(self) -> str:
-        flags = {"bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "rmsin": self.rms_in, "rmsout": self.rms_out, "early": self.early, "nopdl": not self.pdl}
+        flags = {
+            "bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "rmsin": self.rms_in, "rmsout": self.rms_out,
+            f"c{self.cluster}": self.cluster > 1, f"l{self.prefetch}": self.prefetch > 0, "nopdl": not self.pdl,
+        }
         ends = "".join(f"_{name}" for name, on in flags.items() if on)
         return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
 

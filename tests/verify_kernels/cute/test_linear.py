@@ -12,14 +12,23 @@ from hypothesis import strategies as st
 
 from eval import bench_linear
 from tests.verify_kernels.compiled import compile_remarks
-from verify_kernels.cute import UNMEASURED, compile as kernels
-from verify_kernels.cute.linear.run import choose, interleave, linear
-from verify_kernels.cute.linear.schedule import SLACK, contributors, most_contributors, plan, segments
+from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.linear.run import choose, linear
+from verify_kernels.cute.linear.schedule import (
+    SHARED_MEMORY,
+    SLACK,
+    contributors,
+    most_contributors,
+    plan,
+    segments,
+    stages,
+    tile,
+)
+from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.errors import KernelError
 
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
 
-SHARED_MEMORY = 227 * 1024  # of a CTA on sm_90
 REGISTERS = 64 * 1024  # of an SM
 
 COMPILED = [
@@ -28,8 +37,10 @@ COMPILED = [
     choose(torch.bfloat16, 16, swiglu=True),
     choose(torch.bfloat16, 8, swiglu=True, rms_in=True),
     choose(torch.bfloat16, 64, residual=True, rms_out=True),
-    bench_linear.variant("m64 half early", 32),
-    bench_linear.variant("m256", 64),
+    choose(torch.bfloat16, 32, (4096, 12288), residual=True, rms_out=True),
+    choose(torch.float16, 64, (24576, 4096), swiglu=True, rms_in=True),
+    bench_linear.variant("m48 half l2 c2", 32, rms_in=True),
+    bench_linear.variant("m32 c4", 64),
 ]
 
 
@@ -89,6 +100,44 @@ def test_qwen3_8b_splits_evenly(matrix, tile, units, most):
     assert most_contributors(-(-rows // tile[0]), -(-k // tile[1]), share) <= most
 
 
+@pytest.mark.parametrize("matrix", bench_linear.LAYER)
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+def test_every_unit_of_a_qwen3_8b_layer_has_one_row_tile(matrix, tokens):
+    rows, k = bench_linear.LAYER[matrix]
+    height, tile_k = tile(rows, tokens, 132)
+    assert plan(rows, k, height, tile_k, 132) == (128, -(-k // tile_k)) and height == rows // 128
+
+
+@given(
+    rows=st.integers(1, 200_000),
+    tokens=st.sampled_from([8, 16, 32, 64]),
+    multiprocessors=st.sampled_from([78, 114, 132]),
+    step=st.sampled_from([8, 16]),
+)
+def test_low_tiles_leave_no_row_tile_shared(rows, tokens, multiprocessors, step):
+    height, tile_k = tile(rows, tokens, multiprocessors, step)
+    groups = -(-height // 64)
+    assert height % (step * groups) == 0 and 16 <= height <= 192
+    if height not in (64, 128):
+        units, share = plan(rows, 4096, height, tile_k, multiprocessors)
+        assert most_contributors(-(-rows // height), 4096 // tile_k, share) == 1
+        assert units * (1 + SLACK) >= multiprocessors
+
+
+@given(
+    row_tiles=st.integers(1, 3000),
+    k_tiles=st.integers(1, 100),
+    multiprocessors=st.sampled_from([78, 114, 132]),
+    cluster=st.sampled_from([2, 4]),
+)
+def test_units_of_a_cluster_have_as_many_whole_row_tiles(row_tiles, k_tiles, multiprocessors, cluster):
+    units, share = plan(row_tiles * 48, k_tiles * 128, 48, 128, multiprocessors, cluster=cluster)
+    assert units % cluster == 0 and units <= multiprocessors and share % k_tiles == 0
+    each = share // k_tiles
+    assert (units - cluster) * each < row_tiles <= units * each  # not one cluster too many
+    assert row_tiles > (each - 1) * (multiprocessors // cluster * cluster)  # nor a row tile too many to each
+
+
 @needs_dsl
 @pytest.mark.parametrize("variant", COMPILED, ids=lambda v: v.name)
 def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
@@ -96,13 +145,14 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     spills = re.findall(r"(\d+) bytes spill", remarks)
     assert spills and all(int(n) == 0 for n in spills), remarks
     assert "wgmma.mma_async instructions are serialized" not in remarks
-    resident = 2 if variant.stages * (variant.rows + variant.tokens) * variant.tile_k * 2 <= 112 * 1024 else 1
+    resident = 2 if variant.stages == ring(variant, 2) else 1
+    groups = -(-variant.rows // 64)
     (registers,) = map(int, re.findall(r"Used (\d+) registers", remarks))
-    assert resident * registers * (variant.rows * 2 + (64 if variant.rms_in else 32)) <= REGISTERS
+    assert resident * registers * (groups * 128 + (64 if variant.rms_in else 32)) <= REGISTERS
     (ptx,) = tmp_path.glob("*.ptx")
     text = ptx.read_text()
     assert (
-        len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{variant.tokens}k16\.f32\.bf16", text))
+        len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{variant.tokens}k16\.f32\.b?f16", text))
         == variant.tile_k // 16
     )
     assert "griddepcontrol.launch_dependents" in text
@@ -111,15 +161,34 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     start, waits, rest = text.partition("griddepcontrol.wait")
     boxes = variant.tile_k // 64
     assert waits and start.count("cp.async.bulk.tensor") == boxes
-    assert rest.count("cp.async.bulk.tensor") == 3 * boxes
+    assert rest.count("cp.async.bulk.tensor") == boxes * (5 if variant.prefetch else 3)
+    assert text.count("cp.async.bulk.prefetch.tensor") == boxes * 2 * (variant.prefetch > 0)
+
+    # x is sent to a cluster once all its barriers are ready, and nobody leaves before it has arrived.
+    if variant.cluster > 1:
+        before, _, after = text.partition("barrier.cluster.wait")
+        assert "multicast" not in before
+        assert after.count(".multicast::cluster") == boxes * (3 if variant.prefetch else 2)
+        assert "barrier.cluster.wait" in text[text.rindex("st.global") :]
+    else:
+        assert "multicast" not in text
 
 
 @pytest.mark.parametrize("variant", bench_linear.variants(), ids=lambda v: v.name)
 def test_rings_fit_into_shared_memory(variant):
-    sums = 4 * variant.tokens * (1 + variant.rows // 16)  # 1 / rms, and squares by warp
+    sums = 4 * variant.tokens * (1 + 4 * -(-variant.rows // 64))  # 1 / rms, and squares by warp
     barriers = 8 * (2 * variant.stages + 1) + 64
     head = -(-(barriers + sums) // 1024) * 1024
-    assert head + variant.stages * (variant.rows + variant.tokens) * variant.tile_k * 2 <= SHARED_MEMORY
+    stage = (variant.rows + variant.tokens) * variant.tile_k * 2
+    assert head + variant.stages * stage <= SHARED_MEMORY
+    assert variant.stages == ring(variant, 1) or 2 * (head + variant.stages * stage + 1024) <= SHARED_MEMORY + 1024
+    # wgmma reads 64 rows of a low tile: at the ring's end those of x.
+    part = variant.rows // -(-variant.rows // 64)
+    assert (64 - part) * 128 <= variant.stages * variant.tokens * variant.tile_k * 2
+
+
+def ring(variant, resident):
+    return stages(variant.rows, variant.tile_k, variant.tokens, resident)
 
 
 @needs_dsl
@@ -127,8 +196,10 @@ def test_rings_fit_into_shared_memory(variant):
     ("field", "value", "words"),
     [
         ("tokens", 24, "tokens is 24, allowed: 8, 16, 32, 64"),
-        ("rows", 96, "rows is 96, allowed: 64, 128, 256"),
-        ("tile_k", 32, "tile_k is 32, allowed: 64, 128"),
+        ("rows", 72, "rows is 72, allowed: multiples of 16 up to 256"),
+        ("rows", 264, "rows is 264, allowed: multiples of 40 up to 256"),
+        ("tile_k", 32, "tile_k is 32, allowed: 64, 128, 256"),
+        ("cluster", 3, "cluster is 3, allowed: 1, 2, 4"),
     ],
 )
 def test_unsupported_variants(field, value, words):
@@ -138,7 +209,11 @@ def test_unsupported_variants(field, value, words):
 
 def test_choice_and_errors():
     assert [choose(torch.bfloat16, t).tokens for t in (1, 8, 9, 16, 17, 33, 64)] == [8, 8, 16, 16, 32, 64, 64]
-    assert choose(torch.bfloat16, 8) == bench_linear.variant("m128", 8)
+    assert choose(torch.bfloat16, 8) == bench_linear.variant("m64", 8)
+    assert choose(torch.bfloat16, 8, (4096, 4096)) == bench_linear.variant("m32 k256", 8)
+    assert choose(torch.bfloat16, 33, (6144, 4096), bias=True) == bench_linear.variant("m48", 64, bias=True)
+    assert choose(torch.bfloat16, 9, bench_linear.HEAD) == bench_linear.variant("m128", 16)
+    assert [choose(torch.bfloat16, 8, (5280, 64), swiglu=on).rows for on in (False, True)] == [40, 64]
     with pytest.raises(KernelError, match=r"dtype is torch.float32, allowed"):
         choose(torch.float32, 8)
     with pytest.raises(KernelError, match=r"found 65 tokens, allowed: 1 to 64"):
@@ -155,35 +230,30 @@ def test_variant_names_differ():
     assert len(set(names)) == len(names)
 
 
-def test_interleave_puts_both_of_a_channel_eight_rows_apart():
-    gate, up = torch.randn(24, 5), torch.randn(24, 5)
-    both = interleave(gate, up)
-    for c in range(24):
-        row = c // 8 * 16 + c % 8
-        assert torch.equal(both[row], gate[c]) and torch.equal(both[row + 8], up[c])
-
-
-def test_not_served_before_it_was_measured():
-    assert "linear" in UNMEASURED
-
-
 def test_the_summary_says_what_matters():
     results = [
-        {"job": "check", "config": "m128", "tokens": 8, "cases": 4, "worst": 1e-3, "bad": []},
+        {"job": "check", "config": "m48", "tokens": 8, "cases": 4, "worst": 1e-3, "bad": []},
         {"job": "check", "config": "m64", "tokens": 8, "failed": "took too long"},
-        {"job": "chain", "config": "m64", "tokens": 8, "skipped": "its kernel failed before"},
-        *({"job": "chain", "config": c, "tokens": 8, "us": 1.0, "tbps": 4.0, "bits": 1} for c in ("torch", "m128")),
+        {"job": "chain", "mix": "m64", "tokens": 8, "skipped": "its kernel failed before"},
+        *({"job": "chain", "mix": m, "tokens": 8, "us": 1.0, "tbps": 4.0, "bits": 1} for m in ("torch", "whole")),
+        {"job": "chain", "mix": "whole c2", "tokens": 8, "us": 1.0, "tbps": 4.4, "bits": 2},
     ]
     text = bench_linear.summary(results)
     assert text.startswith("4 random cases, 0 bad, largest relative error 1.00e-03; jobs failed 1, skipped 1")
-    assert re.search(r"m128 +- +4\.00\(1\.00\)", text)
+    assert re.search(r"whole +- +4\.00\(1\.00\)", text) and re.search(r"whole c2 +- +4\.40\(1\.10\)", text)
+    assert "T=8: chains of the same sums differ bit by bit" in text
 
 
-def test_the_bench_builds_what_it_runs():
+def test_the_bench_builds_and_checks_what_it_times():
     built = set(bench_linear.variants())
+    checked: set[LinearVariant] = set()
     for job in bench_linear.jobs(240):
-        if job.get("config", "torch") != "torch":
-            assert bench_linear.variant(job["config"], job["tokens"], **job.get("epilogue", {})) in built
-            if job["job"] == "layer":
-                each = bench_linear.FUSED.values()
-                assert {bench_linear.variant(job["config"], job["tokens"], **e) for e in each} <= built
+        used = set(bench_linear.uses(job))
+        assert used <= built
+        if job["job"] in ("chain", "layer", "matrix"):
+            assert used <= checked
+            assert bool(used) == ("torch" not in (job.get("mix"), job.get("config")))
+        if job["job"] == "check":
+            checked |= used
+    assert checked == built
+    assert sum(len(job["seeds"]) for job in bench_linear.jobs(240) if job["job"] == "check") >= 200

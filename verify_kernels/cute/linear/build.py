@@ -27,7 +27,7 @@ def compiled(variant: LinearVariant, options: str) -> Any:
         matrix(tokens, k, align=8),
         matrix(rows, k, align=8),
         matrix(tokens, size(), align=1),
-        compact(f32, size(), variant.rows // 64, variant.tokens // 8, 128, 4),
+        compact(f32, size(), -(-variant.rows // 64), variant.tokens // 8, 128, 4),
         compact(i32, size()),
         compact(dtype, rows) if variant.bias else None,
         matrix(tokens, rows, align=1) if variant.residual else None,

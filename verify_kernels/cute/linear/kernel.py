@@ -2,9 +2,12 @@
 
 The weights are the M side of wgmma and the tokens its N side, so 8 tokens cost 8 columns and not 64 rows. One producer
 warp streams tiles of W, and the matching columns of x, through TMA into a ring in shared memory; each warpgroup
-multiplies 64 rows of a tile. The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that
-several CTAs share are summed in float32 through L2, in the order of k whoever comes last, so results do not change from
-run to run.
+multiplies up to 64 rows of a tile. A tile may be as low as it takes to give every SM whole row tiles: wgmma still reads
+64 rows, the others being whatever lies behind them in the ring, and nothing is made of those sums.
+
+The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that several CTAs share are summed in
+float32 through L2, in the order of k whoever comes last, so results do not change from run to run. CTAs with whole row
+tiles only may form clusters, which read x once: each box of x is asked for by one CTA and sent to all.
 
 RMSNorm takes no kernel of its own. The kernel that writes the residual stream h (`rms_out`) also writes h times the next
 norm's weight, and what each 64 columns add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies its sums by
@@ -45,23 +48,29 @@ class Linear:
         swiglu: bool,
         rms_in: bool,
         rms_out: bool,
+        cluster: int,
+        prefetch: int,
         pdl: bool,
-        early: bool,
     ) -> None:
+        groups = -(-rows // 64)
         if tokens not in (8, 16, 32, 64):
             raise ValueError(f"linear: tokens is {tokens}, allowed: 8, 16, 32, 64")
-        if rows not in (64, 128, 256):
-            raise ValueError(f"linear: rows is {rows}, allowed: 64, 128, 256")
-        if tile_k not in (64, 128):
-            raise ValueError(f"linear: tile_k is {tile_k}, allowed: 64, 128")
+        step = groups * (16 if swiglu else 8)
+        if rows % step or not step <= rows <= 256:
+            raise ValueError(f"linear: rows is {rows}, allowed: multiples of {step} up to 256")
+        if tile_k not in (64, 128, 256):
+            raise ValueError(f"linear: tile_k is {tile_k}, allowed: 64, 128, 256")
+        if cluster not in (1, 2, 4):
+            raise ValueError(f"linear: cluster is {cluster}, allowed: 1, 2, 4")
         if swiglu and (bias or residual):
             raise ValueError("linear: found swiglu with bias or residual, allowed: swiglu alone")
         if rms_out and not residual:
             raise ValueError("linear: found rms_out without residual, allowed: with it")
         self.rms_in, self.rms_out = rms_in, rms_out
         self.dtype, self.tokens, self.rows, self.tile_k, self.stages = dtype, tokens, rows, tile_k, stages
-        self.bias, self.residual, self.swiglu, self.pdl, self.early = bias, residual, swiglu, pdl, early
-        self.groups = rows // 64  # warpgroups
+        self.bias, self.residual, self.swiglu, self.pdl = bias, residual, swiglu, pdl
+        self.cluster, self.prefetch = cluster, prefetch
+        self.groups, self.part = groups, rows // groups  # warpgroups, and the rows of each
         self.boxes = tile_k // BOX
         self.stage_bytes = (rows + tokens) * tile_k * 2
         # Half of an SM's shared memory: the next kernel's CTAs fill their rings while this one still runs.
@@ -91,10 +100,12 @@ class Linear:
         x, w = self.rows_apart(x), self.rows_apart(w)
         w_layout = cute.tile_to_shape(atom, (self.rows, self.tile_k, self.stages), (0, 1, 2))
         x_layout = cute.tile_to_shape(atom, (self.tokens, self.tile_k, self.stages), (0, 1, 2))
-        load = cpasync.CopyBulkTensorTileG2SOp()
+        load: Any = cpasync.CopyBulkTensorTileG2SOp()
         w_atom, w_tma = cpasync.make_tiled_tma_atom(
             load, w, cute.tile_to_shape(atom, (self.rows, BOX), (0, 1)), (self.rows, BOX)
         )
+        if const_expr(self.cluster > 1):
+            load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_atom, x_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.tile_to_shape(atom, (self.tokens, BOX), (0, 1)), (self.tokens, BOX)
         )
@@ -108,6 +119,7 @@ class Linear:
         ).launch(
             grid=[units, 1, 1],
             block=[self.groups * WARPGROUP + (64 if self.rms_in else 32), 1, 1],
+            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=100,
@@ -161,18 +173,20 @@ class Linear:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + s, 1)
-                    cute.arch.mbarrier_init(empty + s, 4 * self.groups)
+                    cute.arch.mbarrier_init(empty + s, 4 * self.groups * self.cluster)
                 cute.arch.mbarrier_init(ready, 1)
             cpasync.prefetch_descriptor(w_atom)
             cpasync.prefetch_descriptor(x_atom)
         cute.arch.mbarrier_init_fence()
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
 
         k_tiles = (w.shape[1] + self.tile_k - 1) // self.tile_k
         begin = unit * share
-        end = cutlass.min(begin + share, (w.shape[0] + self.rows - 1) // self.rows * k_tiles)
-        if const_expr(self.early):
-            cute.arch.griddepcontrol_launch_dependents()
+        end = begin + share
+        if const_expr(self.cluster == 1):  # in a cluster all take as many tiles, past the last row tile of zeros
+            end = cutlass.min(end, (w.shape[0] + self.rows - 1) // self.rows * k_tiles)
         if warp == 4 * self.groups:
             self.produce(w_atom, w_tma, x_atom, x_tma, s_w, s_x, full, empty, begin, end, k_tiles)
         elif warp < 4 * self.groups:
@@ -181,7 +195,17 @@ class Linear:
                 squares_out, warp_squares, unit, share, begin, end, k_tiles, thread,
             )
         elif const_expr(self.rms_in):
+            self.meet()
             self.inverse_rms(squares, eps, w.shape[1], rms, ready)
+        if const_expr(self.cluster > 1):  # until nobody in the cluster writes here any more
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def meet(self) -> None:
+        """All barriers of the cluster are ready."""
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_wait()
 
     @cute.jit
     def inverse_rms(
@@ -190,18 +214,20 @@ class Linear:
         """One warp: 1 / rms of every token, from sums that are added in a fixed order."""
         lane = cute.arch.lane_idx()
         side = min(self.tokens, 32)  # tokens side by side; the lanes left over share the sums of each
-        slices = 32 // side
+        slices, turns = 32 // side, self.tokens // side
+        last = squares.shape[1] - 1
+        totals = cute.make_rmem_tensor(cute.make_layout(turns), Float32)
+        totals.fill(0.0)
         cute.arch.griddepcontrol_wait()
-        for turn in cutlass.range_constexpr(self.tokens // side):
-            t = turn * side + lane % side
-            total = Float32(0.0)
-            if t < squares.shape[1]:
-                for p in cutlass.range(lane // side, squares.shape[0], slices, unroll=8):
-                    total += squares[p, t]
+        for p in cutlass.range(lane // side, squares.shape[0], slices, unroll=16):
+            for turn in cutlass.range_constexpr(turns):
+                totals[turn] += squares[p, cutlass.min(turn * side + lane % side, last)]
+        for turn in cutlass.range_constexpr(turns):
+            total = totals[turn]
             for i in cutlass.range_constexpr(slices.bit_length() - 1):
                 total += cute.arch.shuffle_sync_bfly(total, offset=side << i)
             if lane < side:
-                rms[t] = cute.math.rsqrt(total / width.to(Float32) + eps, fastmath=True)
+                rms[turn * side + lane] = cute.math.rsqrt(total / width.to(Float32) + eps, fastmath=True)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(ready)
@@ -225,18 +251,23 @@ class Linear:
         x_s, x_g = self.boxes_of(x_atom, x_tma, s_x, self.tokens)
         count = end - begin
         ahead = cutlass.min(count, self.stages)
+        known = cutlass.min(count, ahead + self.prefetch)  # tiles that memory has been asked for
         for i in cutlass.range(ahead, unroll=1):
             self.load_w(w_atom, w_s, w_g, full, begin + i, i, k_tiles)
+        for i in cutlass.range(ahead, known, unroll=1):
+            self.load_l2(w_atom, w_g, begin + i, k_tiles)
+        self.meet()
         cute.arch.griddepcontrol_wait()
         for i in cutlass.range(ahead, unroll=1):
             self.load_x(x_atom, x_s, x_g, full, begin + i, i, k_tiles)
-        for i in cutlass.range(ahead, count, unroll=1):
-            stage, phase = i % self.stages, (i // self.stages) & 1
-            cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-            self.load_w(w_atom, w_s, w_g, full, begin + i, stage, k_tiles)
-            self.load_x(x_atom, x_s, x_g, full, begin + i, stage, k_tiles)
-        if const_expr(not self.early):
-            cute.arch.griddepcontrol_launch_dependents()
+        for i in cutlass.range(ahead, ahead + count - known, unroll=1):
+            self.load_again(w_atom, w_s, w_g, x_atom, x_s, x_g, full, empty, begin, i, k_tiles)
+            if const_expr(self.prefetch > 0):
+                self.load_l2(w_atom, w_g, begin + i + self.prefetch, k_tiles)
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.prefetch > 0):
+            for i in cutlass.range(ahead + count - known, count, unroll=1):
+                self.load_again(w_atom, w_s, w_g, x_atom, x_s, x_g, full, empty, begin, i, k_tiles)
 
     @cute.jit
     def boxes_of(
@@ -268,6 +299,33 @@ class Linear:
             cute.copy(atom, w_g[None, tile // k_tiles, box], w_s[None, 0, c, stage], tma_bar_ptr=full + stage)
 
     @cute.jit
+    def load_l2(self, atom: cute.CopyAtom, w_g: cute.Tensor, tile: Int32, k_tiles: Int32) -> None:
+        """Into L2, to be loaded from there: what the ring has no room for yet."""
+        for c in cutlass.range_constexpr(self.boxes):
+            cute.prefetch(atom, w_g[None, tile // k_tiles, tile % k_tiles * self.boxes + c])
+
+    @cute.jit
+    def load_again(
+        self,
+        w_atom: cute.CopyAtom,
+        w_s: cute.Tensor,
+        w_g: cute.Tensor,
+        x_atom: cute.CopyAtom,
+        x_s: cute.Tensor,
+        x_g: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        begin: Int32,
+        i: Int32,
+        k_tiles: Int32,
+    ) -> None:
+        """The i-th tile, once its stage of the ring is free."""
+        stage, phase = i % self.stages, (i // self.stages) & 1
+        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
+        self.load_w(w_atom, w_s, w_g, full, begin + i, stage, k_tiles)
+        self.load_x(x_atom, x_s, x_g, full, begin + i, stage, k_tiles)
+
+    @cute.jit
     def load_x(
         self,
         atom: cute.CopyAtom,
@@ -280,7 +338,13 @@ class Linear:
     ) -> None:
         for c in cutlass.range_constexpr(self.boxes):
             box = tile % k_tiles * self.boxes + c
-            cute.copy(atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage)
+            if const_expr(self.cluster == 1):
+                cute.copy(atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage)
+            elif box % self.cluster == cute.arch.block_idx_in_cluster():
+                cute.copy(
+                    atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage,
+                    mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
+                )
 
     @cute.jit
     def consume(
@@ -313,18 +377,29 @@ class Linear:
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         local = thread % WARPGROUP
         lanes = mma.get_slice(0)
-        own = cute.flat_divide(s_w, (64, self.tile_k))[None, None, group, 0, None]  # (64, tile_k, stages)
+        # (64, tile_k, stages): as the ring's own layout, with the rows of wgmma where that has those of a tile.
+        own = cute.make_tensor(
+            s_w.iterator + group * (self.part * BOX),
+            cute.make_layout(
+                ((8, 8), (BOX, self.boxes), (1, self.stages)),
+                stride=(
+                    (BOX, 8 * BOX), (1, self.rows * BOX), (0, self.rows * self.tile_k),
+                ),
+            ),
+        )
         f_w = mma.make_fragment_A(lanes.partition_A(own))
         f_x = mma.make_fragment_B(lanes.partition_B(s_x))
         acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
+        self.meet()
         cute.arch.griddepcontrol_wait()
 
         for n in cutlass.range(begin // k_tiles, (end + k_tiles - 1) // k_tiles, unroll=1):
             first = cutlass.max(begin, n * k_tiles)
             last = cutlass.min(end, (n + 1) * k_tiles)
             acc.fill(0.0)
+            ends = self.ends(bias, residual, norm, w.shape[0], n, group, local)
             for tile in cutlass.range(first, last, unroll=1):
                 i = tile - begin
                 stage, phase = i % self.stages, (i // self.stages) & 1
@@ -341,19 +416,58 @@ class Linear:
             self.release(empty + (last - 1 - begin) % self.stages)
 
             finish = True
-            if last - first < k_tiles:
+            if const_expr(self.cluster == 1) and last - first < k_tiles:
                 finish = self.share_sums(acc, arrived, partial, counters, unit, share, n, first, k_tiles, group, local)
             if finish:
                 if const_expr(self.rms_in):
                     cute.arch.mbarrier_wait(ready, 0)
                 self.store(
-                    acc, y, bias, residual, rms, norm, scaled, squares_out, warp_squares, w.shape[0], n, group, local
+                    acc, y, ends, rms, scaled, squares_out, warp_squares, w.shape[0], n, group, local
                 )
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty)
+        """The warp has read the stage: what a CTA loads for the cluster waits for the warps of all."""
+        if const_expr(self.cluster == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(empty)
+        else:
+            lane = cute.arch.lane_idx()
+            if lane < self.cluster:
+                cute.arch.mbarrier_arrive(empty, lane)
+
+    @cute.jit
+    def ends(
+        self,
+        bias: cute.Tensor | None,
+        residual: cute.Tensor | None,
+        norm: cute.Tensor | None,
+        columns: Int32,
+        n: Int32,
+        group: Int32,
+        local: Int32,
+    ) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
+        """What this thread's sums of a row tile will meet, asked for before the weights so that it is there after them."""
+        lane = cute.arch.lane_idx()
+        row = n * self.rows + group * self.part + local // 32 * 16 + lane // 4
+        added, kept, weights = None, None, None
+        if const_expr(self.bias):
+            added = cute.make_rmem_tensor(cute.make_layout(2), self.dtype)
+        if const_expr(self.residual):
+            kept = cute.make_rmem_tensor(cute.make_layout((2, 2, self.tokens // 8)), self.dtype)
+        if const_expr(self.rms_out):
+            weights = cute.make_rmem_tensor(cute.make_layout(2), self.dtype)
+        for i in cutlass.range_constexpr(2):
+            c = cutlass.min(row + 8 * i, columns - 1)
+            if const_expr(self.bias):
+                added[i] = bias[c]
+            if const_expr(self.rms_out):
+                weights[i] = norm[c]
+            if const_expr(self.residual):
+                for b in cutlass.range_constexpr(self.tokens // 8):
+                    for a in cutlass.range_constexpr(2):
+                        kept[a, i, b] = residual[cutlass.min(8 * b + lane % 4 * 2 + a, residual.shape[0] - 1), c]
+        return added, kept, weights
 
     @cute.jit
     def share_sums(
@@ -411,10 +525,8 @@ class Linear:
         self,
         acc: cute.Tensor,
         y: cute.Tensor,
-        bias: cute.Tensor | None,
-        residual: cute.Tensor | None,
+        ends: tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None],
         rms: cute.Tensor,
-        norm: cute.Tensor | None,
         scaled: cute.Tensor | None,
         squares_out: cute.Tensor | None,
         warp_squares: cute.Tensor,
@@ -427,7 +539,8 @@ class Linear:
         lane = cute.arch.lane_idx()
         warp = local // 32
         sums = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.tokens // 8)))  # (token, row, 8 tokens)
-        row = n * self.rows + group * 64 + warp * 16
+        row = n * self.rows + group * self.part + warp * 16
+        added, kept, weights = ends
         if const_expr(self.rms_out):  # whoever still reads the row tile before
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
         for b in cutlass.range_constexpr(self.tokens // 8):
@@ -438,23 +551,23 @@ class Linear:
                     scale = rms[t] if const_expr(self.rms_in) else Float32(1.0)
                     if const_expr(self.swiglu):
                         gate, up = sums[a, 0, b] * scale, sums[a, 1, b] * scale
-                        if row + lane // 4 < columns:
+                        if self.made(warp, 0) and row + lane // 4 < columns:
                             value = gate * up / (1.0 + cute.math.exp2(-gate * LOG2_E, fastmath=True))
                             y[t, row // 2 + lane // 4] = value.to(self.dtype)
                     else:
                         for i in cutlass.range_constexpr(2):
                             c = row + lane // 4 + 8 * i
-                            if c < columns:
+                            if self.made(warp, i) and c < columns:
                                 value = sums[a, i, b] * scale
                                 if const_expr(self.bias):
-                                    value += bias[c].to(Float32)
+                                    value += added[i].to(Float32)
                                 if const_expr(self.residual):
-                                    value += residual[t, c].to(Float32)
+                                    value += kept[a, i, b].to(Float32)
                                 y[t, c] = value.to(self.dtype)
                                 if const_expr(self.rms_out):  # of what the stream holds, as rounded
-                                    kept = value.to(self.dtype).to(Float32)
-                                    scaled[t, c] = (kept * norm[c].to(Float32)).to(self.dtype)
-                                    square += kept * kept
+                                    rounded = value.to(self.dtype).to(Float32)
+                                    scaled[t, c] = (rounded * weights[i].to(Float32)).to(self.dtype)
+                                    square += rounded * rounded
                 if const_expr(self.rms_out):
                     for i in cutlass.range_constexpr(3):  # the lanes with this token
                         square += cute.arch.shuffle_sync_bfly(square, offset=4 << i)
@@ -462,8 +575,16 @@ class Linear:
                         warp_squares[t, warp, group] = square
         if const_expr(self.rms_out):
             cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
-            if local < y.shape[0]:
+            part = n * self.groups + group
+            if local < y.shape[0] and part < squares_out.shape[0]:
                 total = Float32(0.0)
                 for i in cutlass.range_constexpr(4):
                     total += warp_squares[local, i, group]
-                squares_out[n * self.groups + group, local] = total
+                squares_out[part, local] = total
+
+    @cute.jit
+    def made(self, warp: Int32, half: cutlass.Constexpr[int]) -> cutlass.Boolean:
+        """Whether these 8 rows of wgmma's 64 are the tile's."""
+        if const_expr(self.part == 64):
+            return cutlass.Boolean(True)
+        return warp * 16 + 8 * half < self.part

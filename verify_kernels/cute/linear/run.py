@@ -9,15 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from verify_kernels.cute.linear.schedule import plan
+from verify_kernels.cute.linear.schedule import plan, stages, tile
 from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]
 
 MAX_TOKENS = 64
-STAGES = {8: 12, 16: 12, 32: 11, 64: 9}
-"""Stages of 128 x 64 weights that fill an SM's shared memory, by tokens."""
+H200_MULTIPROCESSORS = 132
 
 
 class Rows(NamedTuple):
@@ -28,14 +27,28 @@ class Rows(NamedTuple):
     squares: Tensor
 
 
-def choose(dtype: torch.dtype, tokens: int, **epilogue: bool) -> LinearVariant:
-    """The variant for up to `tokens` tokens. epilogue: bias, residual, swiglu, rms_in, rms_out."""
+def choose(
+    dtype: torch.dtype,
+    tokens: int,
+    shape: tuple[int, int] | None = None,
+    *,
+    multiprocessors: int = H200_MULTIPROCESSORS,
+    **epilogue: bool,
+) -> LinearVariant:
+    """The variant for up to `tokens` tokens and weights of this shape [N, K], without one for any.
+
+    epilogue: bias, residual, swiglu, rms_in, rms_out.
+    """
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"linear: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
     if not 1 <= tokens <= MAX_TOKENS:
         raise KernelError(f"linear: found {tokens} tokens, allowed: 1 to {MAX_TOKENS}, {INSTEAD}")
     padded = max(8, 1 << (tokens - 1).bit_length())
-    return LinearVariant(str(dtype).removeprefix("torch."), padded, 128, 64, STAGES[padded], **epilogue)
+    step = 16 if epilogue.get("swiglu") else 8
+    rows, k = tile(shape[0], padded, multiprocessors, step) if shape else (64, 128)
+    return LinearVariant(
+        str(dtype).removeprefix("torch."), padded, rows, k, stages(rows, k, padded), **epilogue
+    )
 
 
 @functools.cache
@@ -72,7 +85,7 @@ def linear(
     rms_in: x and squares are a `Rows`, whose norm has this eps. rms_out: after is filled, out's rows on their way through
     a norm of weight `norm` [N]; see `rows_after`.
     Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. schedule:
-    (units, share), by default `schedule.plan`'s. The weights are read before earlier kernels of the stream are done:
+    (units, share), by default `schedule.plan`'s for the variant. The weights are read before earlier kernels of the stream are done:
     none of them may write them.
     """
     rows, k = weight.shape
@@ -81,8 +94,10 @@ def linear(
     if variant.swiglu and rows % 16:
         raise ValueError(f"linear: found {rows} rows of gate and up, allowed: multiples of 16")
     multiprocessors = _multiprocessors(x.device)
-    units, share = schedule or _plan(rows, k, variant.rows, variant.tile_k, multiprocessors)
-    partial, counters = _workspace(x.device, max(units, multiprocessors), variant.rows // 64, variant.tokens)
+    units, share = schedule or _plan(
+        rows, k, variant.rows, variant.tile_k, multiprocessors, cluster=variant.cluster
+    )
+    partial, counters = _workspace(x.device, max(units, multiprocessors), -(-variant.rows // 64), variant.tokens)
     values, squares_out = (None, None) if after is None else after
     kernel(
         x, weight, out, partial, counters, bias, residual, squares, eps, norm, values, squares_out, units, share
@@ -93,14 +108,5 @@ def linear(
 def rows_after(variant: LinearVariant, out: Tensor) -> Rows:
     """Room for what a variant with rms_out writes beside out [T, N]."""
     t, n = out.shape
-    parts = -(-n // variant.rows) * (variant.rows // 64)
+    parts = -(-n // variant.rows) * -(-variant.rows // 64)
     return Rows(torch.empty(t, n, dtype=out.dtype, device=out.device), out.new_empty(parts, t, dtype=torch.float32))
-
-
-def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """gate and up [N, K] -> [2 N, K] as the SwiGLU variant reads them: 8 rows of gate, 8 rows of up, and so on.
-
-    One thread of wgmma holds rows r and r + 8, so it holds both of a channel. N is a multiple of 8.
-    """
-    n, k = gate.shape
-    return torch.stack([gate.view(n // 8, 8, k), up.view(n // 8, 8, k)], dim=1).reshape(2 * n, k)

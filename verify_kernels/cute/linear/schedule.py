@@ -2,10 +2,14 @@
 
 The tiles of the weights (row tile, k tile), k fastest, are one line. Unit u of the launch takes the stretch
 [u * share, (u + 1) * share) of it, so a row tile may be shared by consecutive units; their partial sums are added in
-the order of k by the one that arrives last.
+the order of k by the one that arrives last. A row tile that one unit has alone costs no such end: `tile` makes tiles as
+low as it takes for that, and in a cluster all units have row tiles alone, and as many.
 """
 
 from __future__ import annotations
+
+SHARED_MEMORY = 227 * 1024
+"""Of a CTA on sm_90, in bytes; an SM has 1 KB more, and each CTA takes 1 KB of it beside what it asks for."""
 
 SLACK = 0.07
 """How much longer than an even share a stretch may be, if that lets fewer units share a row tile."""
@@ -22,13 +26,46 @@ def most_contributors(row_tiles: int, k_tiles: int, share: int) -> int:
     return max(last - first + 1 for first, last in (contributors(n, k_tiles, share) for n in range(period)))
 
 
-def plan(rows: int, k: int, tile_rows: int, tile_k: int, multiprocessors: int, slack: float = SLACK) -> tuple[int, int]:
-    """(units, share) for weights [rows, k]: as even as it goes, then with the fewest units to a row tile.
+def tile(rows: int, tokens: int, multiprocessors: int, step: int = 8) -> tuple[int, int]:
+    """(rows, k) of a tile for weights of so many rows: one row tile to a multiprocessor where that keeps nearly all of
+    them busy, and x, which every one of them reads, is not much more than its weights.
+
+    step: what the rows of a warpgroup are a multiple of. A stage of less than 16 KB of weights is not worth its barrier,
+    so low tiles are long, unless x takes the room.
+    """
+    least = -(-rows // multiprocessors)
+    groups = -(-least // 64)
+    height = -(-least // (step * groups)) * step * groups
+    row_tiles = -(-rows // height)
+    if not max(16, tokens // 2) <= height <= 192 or row_tiles * (1 + SLACK) < multiprocessors:
+        # Sharing a row tile costs more the higher it is, reading x again for each less: 2.5 % of an LM head at 32 tokens.
+        height = 128 if least > 512 and tokens > 8 else 64
+    return height, 256 if height <= 32 and tokens <= 16 else 128
+
+
+def stages(rows: int, tile_k: int, tokens: int, resident: int = 1) -> int:
+    """Stages of a ring that fills shared memory, or with `resident` CTAs on an SM their part of it."""
+    room = SHARED_MEMORY if resident == 1 else (SHARED_MEMORY + 1024) // resident - 1024
+    groups = -(-rows // 64)
+    head = 4 * tokens * (1 + 4 * groups) + 4 * groups + 64  # 1 / rms, squares by warp, arrivals, gaps
+    stage = 2 * (rows + tokens) * tile_k
+    found = (room - head - 1024) // (stage + 16)  # two barriers each; the ring begins at a multiple of 1024
+    return int(found)
+
+
+def plan(
+    rows: int, k: int, tile_rows: int, tile_k: int, multiprocessors: int, slack: float = SLACK, cluster: int = 1
+) -> tuple[int, int]:
+    """(units, share) for weights [rows, k]: as even as it goes, then with the fewest units to a row tile. In clusters:
+    whole row tiles, as many to each of a multiple of `cluster` units.
 
     Reading is what takes the time, and a few multiprocessors less read as fast; what shared row tiles cost comes at
     the end, when nothing else hides it.
     """
     row_tiles, k_tiles = -(-rows // tile_rows), -(-k // tile_k)
+    if cluster > 1:
+        each = -(-row_tiles // (multiprocessors // cluster * cluster))
+        return -(-row_tiles // (each * cluster)) * cluster, each * k_tiles
     total = row_tiles * k_tiles
     least = -(-total // multiprocessors)
     shares = range(least, int(least * (1 + slack)) + 1)
