@@ -3,7 +3,7 @@
     python -m eval.card CHECKPOINT --run RUN --eval FILE [--eval FILE ...]
 
 Writes CHECKPOINT/README.md from the run's folder (`dspark train --out RUN`) and from files of `dspark eval --json`.
-Nothing in it is typed by hand, so it says nothing that was not measured.
+Nothing in it is typed by hand, so it says nothing that was not measured, but for a "note" in RUN/summary.json on the data.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def card(checkpoint: Path, run: Path, evaluations: Sequence[Path]) -> str:
         *table(["prompts", "source"], [[f"{n:,}", _source(name)] for name, n in summary["prompts"].items()]),
         "",
         "Prompts that share 13 words in a row with an evaluation prompt were left out.",
+        *(["", summary["note"]] if "note" in summary else []),
         "",
         "## Training",
         "",

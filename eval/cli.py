@@ -154,7 +154,7 @@ def bench(
 ) -> None:
     """Tokens/s of plain and speculative decoding, at real or fixed acceptance length.
 
-    Without any option: SmolLM2 with the n-gram drafter, real acceptance and a synthetic length, 1 and 4 requests. Any
+    Without any option: SmolLM2 with its shipped drafter, real acceptance and a synthetic length, 1 and 4 requests. Any
     option replaces that recipe; what is not given then takes its own default.
     """
     flags = dict(

@@ -273,6 +273,7 @@ def measure(
     config: EvalConfig, suites: list[PromptSet], fit: PromptSet | None, target: Any, drafter: Any, progress: Progress
 ) -> Evaluation:
     from drafters.dspark.drafter import BlockDrafter
+    from drafters.dspark.load import locate
     from dspark_runtime.engine import Engine
 
     lines = shapes(config, drafter)
@@ -339,7 +340,7 @@ def measure(
     if fit is not None:
         chain = Shape("chain", TreeSpec.chain(drafter.max_depth))
         parts = [accepted(ids[fit], chain, t, f"fit on {fit.name}, T={t:g}") for t in config.temperature]
-        fitted = fit_calibration(parts, fit.name, Path(config.drafter))
+        fitted = fit_calibration(parts, fit.name, locate(config.drafter))
         temperatures = fitted.temperatures
 
     rows = []

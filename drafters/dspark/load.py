@@ -18,9 +18,18 @@ from drafters.dspark.drafter import BlockDrafter
 from drafters.dspark.eagle3 import Eagle3Drafter
 from drafters.dspark.network import DraftNetwork, tensor_shapes
 
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+"""The drafters that ship with this package, each in a folder of its name."""
+
 _PREFIXES = (("model.", ""), ("midlayer.", "layers.0."))
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_embedding")
 _IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def locate(name: str | Path) -> Path:
+    """A checkpoint's folder: a path, or the name of one that ships with this package."""
+    shipped = CHECKPOINTS / name
+    return shipped if not Path(name).is_dir() and shipped.is_dir() else Path(name)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -63,12 +72,12 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def load_network(folder: str | Path, target: Any) -> DraftNetwork:
-    """The draft network of a checkpoint folder, on its target's device and in its dtype.
+    """The draft network of a checkpoint folder (see `locate`), on its target's device and in its dtype.
 
     target: a `dspark_runtime` transformer, whose embedding and LM head are used where the checkpoint has none of its
     own or the same ones. Raises ValueError, one line, that names file, key, found and expected.
     """
-    folder = Path(folder)
+    folder = locate(folder)
     path = folder / "config.json"
     config = parse(read_config(folder), str(path), target.num_layers)
     _check_target(config, target, path)
@@ -85,17 +94,18 @@ def load_drafter(folder: str | Path, target: Any, **options: Any) -> Drafter:
 
     options: those of `BlockDrafter` or `Eagle3Drafter`. See `load_network` and `calibration.read` for errors.
     """
+    folder = locate(folder)
     network = load_network(folder, target)
     found = calibration.read(folder)
     if found is not None:
         drafts = network.config.num_drafts if network.confidence is not None else 0
         if len(found.temperatures) != drafts:
             raise ValueError(
-                f"{Path(folder) / calibration.FILE}: temperatures: found {len(found.temperatures)}, expected {drafts}"
+                f"{folder / calibration.FILE}: temperatures: found {len(found.temperatures)}, expected {drafts}"
                 + (", one for each draft" if drafts else ": this drafter has no confidence head")
             )
         options.setdefault("temperatures", found.temperatures)
-    name = f"{network.config.kind}:{Path(folder).resolve().name}"
+    name = f"{network.config.kind}:{folder.resolve().name}"
     if network.config.kind == "eagle3":
         for option in options.keys() & {"confidence", "stop_below", "temperatures"}:
             raise ValueError(f"{option}: not an option of {name}, which has no confidence head")

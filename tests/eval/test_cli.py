@@ -54,7 +54,7 @@ def logits(prefix: tuple[int, ...]) -> list[float]:
     return row
 
 
-CHECKPOINT = "my-drafter"
+CHECKPOINT = "smollm2-135m-dspark"
 
 
 @pytest.fixture(scope="session")
