@@ -28,6 +28,9 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "add_rms_norm": elementwise.add_rms_norm,
     "silu_and_mul": elementwise.silu_and_mul,
     "linear": _linear.linear,
+    "linear_silu_and_mul": _linear.linear_silu_and_mul,
+    "linear_add_rms_norm": _linear.linear_add_rms_norm,
+    "normed": _linear.normed,
     "logits": _linear.logits,
     "greedy_logits": _linear.greedy_logits,
     "moe_route": moe.moe_route,
@@ -87,10 +90,10 @@ def chosen(device_type: str) -> dict[str, str]:
 
 def _op(name: str) -> Callable[..., Any]:
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in (x, *args)):
+        tensors = (a for a in (x, *args, *kwargs.values()) if isinstance(a, torch.Tensor))
+        if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
             return _REFERENCE[name](x, *args, **kwargs)
-        device = x.device if isinstance(x, torch.Tensor) else _device_of(x)
-        return _table(device.type)[name](x, *args, **kwargs)
+        return _table(_device_of(x).type)[name](x, *args, **kwargs)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = _REFERENCE[name].__doc__
@@ -98,7 +101,9 @@ def _op(name: str) -> Callable[..., Any]:
 
 
 def _device_of(x: Any) -> torch.device:
-    """Device of a PassBatch or a KVCache."""
+    """Device of a tensor, a PassBatch, a KVCache, or what a backend gives as normed."""
+    if hasattr(x, "device"):
+        return x.device
     return x.token_ids.device if hasattr(x, "token_ids") else x.k.device
 
 
@@ -107,6 +112,9 @@ rms_norm = _op("rms_norm")
 add_rms_norm = _op("add_rms_norm")
 silu_and_mul = _op("silu_and_mul")
 linear = _op("linear")
+linear_silu_and_mul = _op("linear_silu_and_mul")
+linear_add_rms_norm = _op("linear_add_rms_norm")
+normed = _op("normed")
 logits = _op("logits")
 greedy_logits = _op("greedy_logits")
 moe_route = _op("moe_route")

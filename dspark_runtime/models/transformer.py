@@ -14,14 +14,15 @@ from dspark_runtime.forced_routing import ForcedRouting
 from dspark_runtime.models.config import ModelConfig
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
+from verify_kernels.layouts import SIDE, interleave
 from verify_kernels.quantized import BLOCK, GROUP, Fp8Blocks, Mxfp4, Quantized, join_rows, stack
 from verify_kernels.rope import cos_sin_table
 
 
 @dataclass
 class Layer:
-    """Weights of one block. qkv and gate_up are merged; with experts, gate_up is [E, 2 I, H] and down [E, H, I], and may
-    be quantised."""
+    """Weights of one block. qkv is merged by rows, gate_up as `interleave` does it; with experts, gate_up is [E, 2 I, H],
+    gates first, and down [E, H, I], and both may be quantised."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -161,7 +162,8 @@ def _read_layer(take: TensorReader, c: ModelConfig, index: int) -> Layer:
     if c.is_moe(index):
         gate_up, down = take.experts(f"{prefix}mlp.experts.", c.num_experts, c.moe_intermediate_size, c.hidden_size)
     else:
-        gate_up, down = merged(["mlp.gate_proj.weight", "mlp.up_proj.weight"]), get("mlp.down_proj.weight")
+        gate_up = interleave(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"))
+        down = get("mlp.down_proj.weight")
     return Layer(
         input_norm=get("input_layernorm.weight"),
         qkv=merged([f"self_attn.{x}_proj.weight" for x in "qkv"]),
@@ -194,12 +196,14 @@ class Transformer:
         """tensors: under Hugging Face names, of any floating-point type. source: named in errors (default: name).
 
         Raises CheckpointError for a missing, unexpected or misshapen tensor, ConfigError for a max_model_len beyond the
-        model's.
+        model's and for an intermediate_size that is no multiple of 8.
         """
         c = self.config = config
         limit = c.max_position_embeddings
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ConfigError(f"max_model_len: found {max_model_len}, allowed: 1 to {limit}, the context limit of {name}")
+        if c.intermediate_size % SIDE:
+            raise ConfigError(f"intermediate_size: found {c.intermediate_size}, allowed: multiples of {SIDE}")
         self.name = name
         self.device, self.dtype = torch.device(device), dtype
         self.vocab_size = c.vocab_size
@@ -251,23 +255,26 @@ class Transformer:
             k_pages, v_pages = cache.k[i], cache.v[i]
             q = ops.append_kv(q, k, v, k_pages, v_pages, batch, self._cos_sin, layer.q_norm, layer.k_norm, eps)
             x = ops.paged_tree_attention(q, k_pages, v_pages, batch, scale=scale)
-            x = ops.linear(x.reshape(n, -1), layer.o, layer.o_bias)
-            x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
+            x, residual = ops.linear_add_rms_norm(
+                x.reshape(n, -1), layer.o, layer.o_bias, residual, layer.post_norm, eps
+            )
+            # The norm that follows a block is the next block's first one, or the final one.
+            norm = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
             if layer.router is None:
-                x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
+                x = ops.linear_silu_and_mul(x, layer.gate_up)
+                x, residual = ops.linear_add_rms_norm(x, layer.down, None, residual, norm, eps)
             else:
+                x = ops.normed(x)
                 router_logits = ops.linear(x, layer.router)
                 weights, experts = ops.moe_route(router_logits, c.num_experts_per_tok, c.norm_topk_prob)
                 if forced is not None:
                     experts = forced[len(batch.experts)]
                 batch.experts.append(experts)
                 x = ops.moe_experts(x, layer.gate_up, layer.down, weights, experts)
-            # The norm that follows a block is the next block's first one, or the final one.
-            norm = layers[i + 1].input_norm if i + 1 < len(layers) else self.norm
-            x, residual = ops.add_rms_norm(x, residual, norm, eps)
+                x, residual = ops.add_rms_norm(x, residual, norm, eps)
             if i in taps:
                 tapped[i] = residual
-        return x, torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+        return ops.normed(x), torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

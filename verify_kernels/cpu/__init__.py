@@ -49,8 +49,10 @@ def implementations() -> dict[str, Callable[..., Any]]:
     """Operations that this machine runs faster than the torch reference; empty where there are none."""
     if not _state()[0]:
         return {}
-    from verify_kernels.cpu import attention, elementwise, linear, moe
+    from verify_kernels.cpu import attention, elementwise, fused, linear, moe
+    from verify_kernels.reference import linear as reference
 
+    ours = not has_bf16_instructions()
     table: dict[str, Callable[..., Any]] = {
         "rms_norm": elementwise.rms_norm,
         "add_rms_norm": elementwise.add_rms_norm,
@@ -58,8 +60,9 @@ def implementations() -> dict[str, Callable[..., Any]]:
         "append_kv": elementwise.append_kv,
         "plan_attention": attention.plan_attention,
         "paged_tree_attention": attention.paged_tree_attention,
+        **fused.over(linear.linear if ours else reference.linear),
     }
-    if not has_bf16_instructions():
+    if ours:
         table |= {
             "linear": linear.linear,
             "logits": linear.logits,

@@ -28,7 +28,7 @@ _SIGNATURES = {
     "dspark_attention": (_int, [_int, *[_ptr] * 5, *[_size] * 6, _float, _float, _int]),
     "dspark_rms_norm": (None, [_int, _ptr, _size, _ptr, _ptr, _size, _size, _float]),
     "dspark_add_rms_norm": (None, [_int, *[_ptr] * 5, _size, _size, _float]),
-    "dspark_silu_and_mul": (None, [_int, _ptr, _size, _ptr, _size, _size, _int]),
+    "dspark_silu_and_mul": (None, [_int, _ptr, _size, _ptr, _size, _size, _size, _int]),
     "dspark_append_kv": (
         _int, [_int, *[_ptr, _size] * 3, *[_ptr] * 8, *[_size] * 6, _float]
     ),

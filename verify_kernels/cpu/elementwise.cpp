@@ -47,26 +47,31 @@ INLINE vf silu(vf x) { return x / (splat(1.0f) + exp(-x)); }
 INLINE vf again(vf x, float) { return x; }
 INLINE vf again(vf x, bf16) { return (vf)(rounded_words((vu)x) & 0xffff0000u); }
 
+// Gate and up lie in stretches of `side` channels: gate's, then up's. The whole row, or 8 of them.
 template <class E>
-void gated(const E* x, size_t x_stride, E* out, size_t rows, size_t inner, int threads) {
+void gated(const E* x, size_t x_stride, E* out, size_t rows, size_t inner, size_t side, int threads) {
     std::atomic<size_t> next{0};
     if (rows * inner < 65536) threads = 1;
     on_threads(threads, [&] {
         for (size_t r; (r = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
-            const E *gate = x + r * x_stride, *up = gate + inner;
+            const E* row = x + r * x_stride;
             E* o = out + r * inner;
             for (size_t i = 0; i < inner; i += CHUNK) {
-                E tail[3][CHUNK] = {};
-                const E *g = gate + i, *u = up + i;
-                E* to = o + i;
+                E part[3][CHUNK] = {};
                 size_t left = std::min<size_t>(CHUNK, inner - i);
-                if (left < CHUNK) {
-                    std::memcpy(tail[0], g, left * sizeof(E));
-                    std::memcpy(tail[1], u, left * sizeof(E));
-                    g = tail[0], u = tail[1], to = tail[2];
+                const E *g = row + i, *u = g + side;
+                E* to = o + i;
+                if (side != inner || left < CHUNK) {
+                    size_t step = side != inner ? side : left;
+                    for (size_t j = 0; j < left; j += step) {
+                        const E* from = side != inner ? row + 2 * (i + j) : g;
+                        std::memcpy(part[0] + j, from, step * sizeof(E));
+                        std::memcpy(part[1] + j, from + side, step * sizeof(E));
+                    }
+                    g = part[0], u = part[1], to = part[2];
                 }
                 narrow(again(silu(half<0>(g)), E{}) * half<0>(u), again(silu(half<1>(g)), E{}) * half<1>(u), to);
-                if (left < CHUNK) std::memcpy(o + i, to, left * sizeof(E));
+                if (to != o + i) std::memcpy(o + i, to, left * sizeof(E));
             }
         }
     });
@@ -135,9 +140,9 @@ EXPORT void dspark_add_rms_norm(int half_width, const void* x, const void* resid
 }
 
 EXPORT void dspark_silu_and_mul(int half_width, const void* x, size_t x_stride, void* out, size_t rows, size_t inner,
-                                int threads) {
-    half_width ? gated((const bf16*)x, x_stride, (bf16*)out, rows, inner, threads)
-               : gated((const float*)x, x_stride, (float*)out, rows, inner, threads);
+                                size_t side, int threads) {
+    half_width ? gated((const bf16*)x, x_stride, (bf16*)out, rows, inner, side, threads)
+               : gated((const float*)x, x_stride, (float*)out, rows, inner, side, threads);
 }
 
 EXPORT int dspark_append_kv(int half_width, const void* q, size_t q_stride, const void* k, size_t k_stride,

@@ -55,14 +55,20 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """See `verify_kernels.reference.elementwise.silu_and_mul`."""
-    if not _ours(x) or x.dim() != 2 or x.shape[1] % 2:
-        return reference.silu_and_mul(x)
+    return gated(x, x.shape[-1] // 2)
+
+
+def gated(x: Tensor, side: int) -> Tensor:
+    """silu(gate) * up of x [..., 2 I]: `side` channels of gate, as many of up, and so on -> [..., I]."""
+    if not _ours(x) or x.dim() != 2 or not side or x.shape[1] % (2 * side):
+        gate, up = x.unflatten(-1, (-1, 2, side)).unbind(-2)
+        return (torch.nn.functional.silu(gate) * up).flatten(-2)
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, inner = x.shape[0], x.shape[1] // 2
     out = x.new_empty((rows, inner))
     library().dspark_silu_and_mul(
-        _HALF[x.dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, inner, torch.get_num_threads()
+        _HALF[x.dtype], x.data_ptr(), x.stride(0), out.data_ptr(), rows, inner, side, torch.get_num_threads()
     )
     return out
 

@@ -20,10 +20,16 @@ from verify_kernels.cute.moe import run as moe_run
 from verify_kernels.cute.variants import AnyVariant, AppendVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 from verify_kernels.quantized import Quantized
+from verify_kernels.reference import elementwise, linear as reference
 
-UNMEASURED = ("linear", "moe_experts")
-"""Operations whose kernels are there but not served: torch runs them until `eval.bench_linear` or `eval.bench_moe` has passed
-on a GPU."""
+UNMEASURED = ("moe_experts",)
+"""Operations whose kernels are there but not served: torch runs them until `eval.bench_moe` has passed on a GPU."""
+
+TORCH_RUNS = {
+    name: "torch's product beyond 64 tokens, for dtypes of more than 16 bits and where rows are no multiple of 16 bytes apart"
+    for name in ("linear", "linear_silu_and_mul", "linear_add_rms_norm", "logits", "greedy_logits")
+}
+"""What an operation of `implementations` leaves to torch, by rule; see `multiplies`."""
 
 
 def check_machine() -> None:
@@ -42,6 +48,41 @@ def check_kv(q: Tensor, pages: Tensor, k_scale: Tensor | None) -> None:
     """
     if pages.dtype != q.dtype or k_scale is not None:
         raise KernelError(f"k_pages: dtype is {pages.dtype}, allowed: {q.dtype} without scales, {INSTEAD}")
+
+
+def multiplies(x: Tensor | Normed, weight: Tensor) -> bool:
+    """Whether the small-T linear serves x [T, K] and weight [N, K].
+
+    Past 64 tokens the weights' reading no longer is what takes the time, and torch's product is as good. TMA wants rows
+    that lie multiples of 16 bytes apart.
+    """
+    if isinstance(x, Normed):
+        x = x.rows.values
+    return (
+        x.dim() == weight.dim() == 2
+        and 1 <= x.shape[0] <= linear_run.MAX_TOKENS
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % 8 == 0
+        and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+    )
+
+
+@dataclasses.dataclass
+class Normed:
+    """RMSNorm(residual) * norm but for 1 / rms, which the product that reads it applies to its sums.
+
+    rows: residual * norm, and what adds up to the squares of residual. See `linear.run`.
+    """
+
+    rows: linear_run.Rows
+    residual: Tensor
+    norm: Tensor
+    eps: float
+
+    @property
+    def device(self) -> torch.device:
+        return self.residual.device
 
 
 @dataclasses.dataclass
@@ -135,12 +176,53 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
     def commit_path(cache: KVCache, page_table: Tensor, context_lens: Tensor, path: Tensor) -> None:
         run.commit_path(kernel(run.commit_variant(cache)), cache, page_table, context_lens, path)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        # Past 64 tokens the weights' reading no longer is what takes the time, and torch's product is as good.
-        if x.shape[0] > linear_run.MAX_TOKENS or x.shape[0] == 0:
-            return torch.nn.functional.linear(x, weight, bias)
-        variant = linear_run.choose(x.dtype, x.shape[0], bias=bias is not None)
-        return linear_run.linear(kernel(variant), variant, x, weight, x.new_empty(x.shape[0], weight.shape[0]), bias)
+    def product(
+        x: Tensor | Normed, weight: Tensor, width: int, *operands: Tensor | None, **epilogue: bool
+    ) -> tuple[Tensor, linear_run.Rows | None]:
+        """The small-T linear -> (out [T, width], its rows for a norm after it). operands: bias, residual, norm."""
+        bias, residual, norm = operands or (None, None, None)
+        before = x if isinstance(x, Normed) else None
+        if before is not None:
+            x = before.rows.values
+        constants = {
+            "bias": bias is not None, "residual": residual is not None, "rms_in": before is not None,
+            "rms_out": norm is not None, **epilogue,
+        }  # fmt: skip
+        variant = linear_run.choose(x.dtype, x.shape[0], tuple(weight.shape), **constants)
+        out = x.new_empty(x.shape[0], width)
+        after = linear_run.rows_after(variant, out) if norm is not None else None
+        squares, eps = (None, 0.0) if before is None else (before.rows.squares, before.eps)
+        linear_run.linear(kernel(variant), variant, x, weight, out, bias, residual, squares, eps, norm, after)
+        return out, after
+
+    def linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not multiplies(x, weight):
+            return reference.linear(normed(x), weight, bias)
+        return product(x, weight, weight.shape[0], bias, None, None)[0]
+
+    def linear_silu_and_mul(x: Tensor | Normed, gate_up: Tensor) -> Tensor:
+        if not multiplies(x, gate_up):
+            return reference.linear_silu_and_mul(normed(x), gate_up)
+        return product(x, gate_up, gate_up.shape[0] // 2, swiglu=True)[0]
+
+    def linear_add_rms_norm(
+        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+    ) -> tuple[Tensor | Normed, Tensor]:
+        # What comes out is the next product's input, whose rows are as long as these are wide.
+        if not multiplies(x, weight) or weight.shape[0] % 8:
+            return reference.linear_add_rms_norm(x, weight, bias, residual, norm, eps)
+        out, rows = product(x, weight, weight.shape[0], bias, residual, norm)
+        return Normed(rows, out, norm, eps), out
+
+    def normed(x: Tensor | Normed) -> Tensor:
+        return x if isinstance(x, Tensor) else elementwise.rms_norm(x.residual, x.norm, x.eps)
+
+    def logits(x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight).float()
+
+    def greedy_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        best, ids = linear(x, weight).max(dim=-1)
+        return ids, best.float()
 
     def moe_experts(
         x: Tensor,
@@ -168,6 +250,11 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         "append_kv": append_kv,
         "commit_path": commit_path,
         "linear": linear,
+        "linear_silu_and_mul": linear_silu_and_mul,
+        "linear_add_rms_norm": linear_add_rms_norm,
+        "normed": normed,
+        "logits": logits,
+        "greedy_logits": greedy_logits,
         "moe_experts": moe_experts,
     }
     return {name: op for name, op in served.items() if unmeasured or name not in UNMEASURED}
