@@ -148,7 +148,7 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     resident = 2 if variant.stages == ring(variant, 2) else 1
     groups = -(-variant.rows // 64)
     (registers,) = map(int, re.findall(r"Used (\d+) registers", remarks))
-    assert resident * registers * (groups * 128 + (64 if variant.rms_in else 32)) <= REGISTERS
+    assert resident * registers * (groups * 128 + (96 if variant.rms_in else 64)) <= REGISTERS
     (ptx,) = tmp_path.glob("*.ptx")
     text = ptx.read_text()
     assert (
@@ -157,18 +157,20 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     )
     assert "griddepcontrol.launch_dependents" in text
 
-    # Weights are asked for before the kernel waits for the one before it, x only after.
-    start, waits, rest = text.partition("griddepcontrol.wait")
+    # A warp that asks for weights waits for no kernel before; x is asked for after that wait only.
     boxes = variant.tile_k // 64
-    assert waits and start.count("cp.async.bulk.tensor") == boxes
-    assert rest.count("cp.async.bulk.tensor") == boxes * (5 if variant.prefetch else 3)
+    warps = text.split("griddepcontrol.launch_dependents")
+    assert len(warps) == 2 and "griddepcontrol.wait" not in warps[0]
+    of_w = boxes * (3 if variant.prefetch else 1)
+    assert text.count("cp.async.bulk.tensor") == of_w + boxes
+    assert text.partition("griddepcontrol.wait")[0].count("cp.async.bulk.tensor") == of_w
     assert text.count("cp.async.bulk.prefetch.tensor") == boxes * 2 * (variant.prefetch > 0)
 
     # x is sent to a cluster once all its barriers are ready, and nobody leaves before it has arrived.
     if variant.cluster > 1:
         before, _, after = text.partition("barrier.cluster.wait")
         assert "multicast" not in before
-        assert after.count(".multicast::cluster") == boxes * (3 if variant.prefetch else 2)
+        assert after.count(".multicast::cluster") == boxes
         assert "barrier.cluster.wait" in text[text.rindex("st.global") :]
     else:
         assert "multicast" not in text

@@ -1,20 +1,20 @@
 """Small-T linear for Hopper (sm_90a): y[T, N] = x[T, K] W[N, K]^T for a few tokens, at the speed of reading W.
 
-The weights are the M side of wgmma and the tokens its N side, so 8 tokens cost 8 columns and not 64 rows. One producer
-warp streams tiles of W, and the matching columns of x, through TMA into a ring in shared memory; each warpgroup
-multiplies up to 64 rows of a tile. A tile may be as low as it takes to give every SM whole row tiles: wgmma still reads
+The weights are the M side of wgmma and the tokens its N side, so 8 tokens cost 8 columns and not 64 rows. One warp
+streams tiles of W, and one the columns of x that go with them, through TMA into a ring in shared memory; each warpgroup
+multiplies up to 64 rows of a tile. Tiles may be as low as it takes to give every SM whole row tiles: wgmma still reads
 64 rows, the others being whatever lies behind them in the ring, and nothing is made of those sums.
 
 The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that several CTAs share are summed in
 float32 through L2, in the order of k whoever comes last, so results do not change from run to run. CTAs with whole row
 tiles only may form clusters, which read x once: each box of x is asked for by one CTA and sent to all.
 
-RMSNorm takes no kernel of its own. The kernel that writes the residual stream h (`rms_out`) also writes h times the next
-norm's weight, and what each 64 columns add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies its sums by
-1 / rms, which a spare warp makes of those while the weights stream.
+RMSNorm takes no kernel of its own. The kernel that writes the residual stream h (`rms_out`) also writes h times the
+next norm's weight, and what each warpgroup's rows add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies its
+sums by 1 / rms, which a spare warp makes of those while the weights stream.
 
-Launched with programmatic dependent launch, the producer fills the ring with weights, which no kernel writes, before it
-waits for x. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
+Launched with programmatic dependent launch, the ring fills with weights, which no kernel writes, before x is waited
+for. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Linear:
             share, w_layout, x_layout, mma,
         ).launch(
             grid=[units, 1, 1],
-            block=[self.groups * WARPGROUP + (64 if self.rms_in else 32), 1, 1],
+            block=[self.groups * WARPGROUP + (96 if self.rms_in else 64), 1, 1],
             cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.resident,
@@ -188,7 +188,9 @@ class Linear:
         if const_expr(self.cluster == 1):  # in a cluster all take as many tiles, past the last row tile of zeros
             end = cutlass.min(end, (w.shape[0] + self.rows - 1) // self.rows * k_tiles)
         if warp == 4 * self.groups:
-            self.produce(w_atom, w_tma, x_atom, x_tma, s_w, s_x, full, empty, begin, end, k_tiles)
+            self.produce_w(w_atom, w_tma, s_w, full, empty, begin, end, k_tiles)
+        elif warp == 4 * self.groups + 1:
+            self.produce_x(x_atom, x_tma, s_x, full, empty, begin, end, k_tiles)
         elif warp < 4 * self.groups:
             self.consume(
                 mma, s_w, s_x, full, empty, arrived, w, y, partial, counters, bias, residual, ready, rms, norm, scaled,
@@ -233,13 +235,44 @@ class Linear:
             cute.arch.mbarrier_arrive(ready)
 
     @cute.jit
-    def produce(
+    def produce_w(
         self,
-        w_atom: cute.CopyAtom,
+        atom: cute.CopyAtom,
         w_tma: cute.Tensor,
-        x_atom: cute.CopyAtom,
-        x_tma: cute.Tensor,
         s_w: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        begin: Int32,
+        end: Int32,
+        k_tiles: Int32,
+    ) -> None:
+        """One warp, which waits for no kernel before: none writes weights."""
+        w_s, w_g = self.boxes_of(atom, w_tma, s_w, self.rows)
+        count = end - begin
+        if const_expr(self.prefetch == 0):
+            for i in cutlass.range(count, unroll=1):
+                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
+            cute.arch.griddepcontrol_launch_dependents()
+        else:
+            ahead = cutlass.min(count, self.stages)
+            late = cutlass.max(ahead, count - self.prefetch)
+            for i in cutlass.range(ahead, unroll=1):
+                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
+            for i in cutlass.range(ahead, cutlass.min(count, ahead + self.prefetch), unroll=1):
+                self.load_l2(atom, w_g, begin + i, k_tiles)
+            for i in cutlass.range(ahead, late, unroll=1):
+                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
+                self.load_l2(atom, w_g, begin + i + self.prefetch, k_tiles)
+            cute.arch.griddepcontrol_launch_dependents()
+            for i in cutlass.range(late, count, unroll=1):
+                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
+        self.meet()
+
+    @cute.jit
+    def produce_x(
+        self,
+        atom: cute.CopyAtom,
+        x_tma: cute.Tensor,
         s_x: cute.Tensor,
         full: cute.Pointer,
         empty: cute.Pointer,
@@ -247,27 +280,12 @@ class Linear:
         end: Int32,
         k_tiles: Int32,
     ) -> None:
-        w_s, w_g = self.boxes_of(w_atom, w_tma, s_w, self.rows)
-        x_s, x_g = self.boxes_of(x_atom, x_tma, s_x, self.tokens)
-        count = end - begin
-        ahead = cutlass.min(count, self.stages)
-        known = cutlass.min(count, ahead + self.prefetch)  # tiles that memory has been asked for
-        for i in cutlass.range(ahead, unroll=1):
-            self.load_w(w_atom, w_s, w_g, full, begin + i, i, k_tiles)
-        for i in cutlass.range(ahead, known, unroll=1):
-            self.load_l2(w_atom, w_g, begin + i, k_tiles)
+        """One warp."""
+        x_s, x_g = self.boxes_of(atom, x_tma, s_x, self.tokens)
         self.meet()
         cute.arch.griddepcontrol_wait()
-        for i in cutlass.range(ahead, unroll=1):
-            self.load_x(x_atom, x_s, x_g, full, begin + i, i, k_tiles)
-        for i in cutlass.range(ahead, ahead + count - known, unroll=1):
-            self.load_again(w_atom, w_s, w_g, x_atom, x_s, x_g, full, empty, begin, i, k_tiles)
-            if const_expr(self.prefetch > 0):
-                self.load_l2(w_atom, w_g, begin + i + self.prefetch, k_tiles)
-        cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.prefetch > 0):
-            for i in cutlass.range(ahead + count - known, count, unroll=1):
-                self.load_again(w_atom, w_s, w_g, x_atom, x_s, x_g, full, empty, begin, i, k_tiles)
+        for i in cutlass.range(end - begin, unroll=1):
+            self.load_x(atom, x_s, x_g, full, empty, begin, i, k_tiles)
 
     @cute.jit
     def boxes_of(
@@ -287,11 +305,15 @@ class Linear:
         w_s: cute.Tensor,
         w_g: cute.Tensor,
         full: cute.Pointer,
-        tile: Int32,
-        stage: Int32,
+        empty: cute.Pointer,
+        begin: Int32,
+        i: Int32,
         k_tiles: Int32,
     ) -> None:
-        """The stage's barrier waits for the bytes of W and of x, whichever is asked for first."""
+        """This unit's i-th tile, once its stage is free. The stage's barrier waits for the bytes of W and of x,
+        whichever is asked for first."""
+        stage, tile = i % self.stages, begin + i
+        cute.arch.mbarrier_wait(empty + stage, (i // self.stages & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
         for c in cutlass.range_constexpr(self.boxes):
@@ -305,12 +327,9 @@ class Linear:
             cute.prefetch(atom, w_g[None, tile // k_tiles, tile % k_tiles * self.boxes + c])
 
     @cute.jit
-    def load_again(
+    def load_x(
         self,
-        w_atom: cute.CopyAtom,
-        w_s: cute.Tensor,
-        w_g: cute.Tensor,
-        x_atom: cute.CopyAtom,
+        atom: cute.CopyAtom,
         x_s: cute.Tensor,
         x_g: cute.Tensor,
         full: cute.Pointer,
@@ -319,23 +338,9 @@ class Linear:
         i: Int32,
         k_tiles: Int32,
     ) -> None:
-        """The i-th tile, once its stage of the ring is free."""
-        stage, phase = i % self.stages, (i // self.stages) & 1
-        cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-        self.load_w(w_atom, w_s, w_g, full, begin + i, stage, k_tiles)
-        self.load_x(x_atom, x_s, x_g, full, begin + i, stage, k_tiles)
-
-    @cute.jit
-    def load_x(
-        self,
-        atom: cute.CopyAtom,
-        x_s: cute.Tensor,
-        x_g: cute.Tensor,
-        full: cute.Pointer,
-        tile: Int32,
-        stage: Int32,
-        k_tiles: Int32,
-    ) -> None:
+        """What goes with the i-th tile; in a cluster, this CTA's share of it to all, once the stage is free in all."""
+        stage, tile = i % self.stages, begin + i
+        cute.arch.mbarrier_wait(empty + stage, (i // self.stages & 1) ^ 1)
         for c in cutlass.range_constexpr(self.boxes):
             box = tile % k_tiles * self.boxes + c
             if const_expr(self.cluster == 1):
@@ -344,7 +349,7 @@ class Linear:
                 cute.copy(
                     atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage,
                     mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                )
+                )  # fmt: skip
 
     @cute.jit
     def consume(
@@ -382,9 +387,7 @@ class Linear:
             s_w.iterator + group * (self.part * BOX),
             cute.make_layout(
                 ((8, 8), (BOX, self.boxes), (1, self.stages)),
-                stride=(
-                    (BOX, 8 * BOX), (1, self.rows * BOX), (0, self.rows * self.tile_k),
-                ),
+                stride=((BOX, 8 * BOX), (1, self.rows * BOX), (0, self.rows * self.tile_k)),
             ),
         )
         f_w = mma.make_fragment_A(lanes.partition_A(own))
@@ -447,7 +450,7 @@ class Linear:
         group: Int32,
         local: Int32,
     ) -> tuple[cute.Tensor | None, cute.Tensor | None, cute.Tensor | None]:
-        """What this thread's sums of a row tile will meet, asked for before the weights so that it is there after them."""
+        """What this thread's sums of a row tile will meet, asked for before the weights to be there after them."""
         lane = cute.arch.lane_idx()
         row = n * self.rows + group * self.part + local // 32 * 16 + lane // 4
         added, kept, weights = None, None, None
@@ -484,7 +487,7 @@ class Linear:
         group: Int32,
         local: Int32,
     ) -> cutlass.Boolean:
-        """Leaves this unit's sums of a row tile in L2. The last unit to arrive gets the whole sum in acc and is told so."""
+        """Leaves this unit's sums of a row tile in L2. The last unit to arrive gets the whole sum in acc, and True."""
         blocks = self.tokens // 8
         sums = cute.make_tensor(acc.iterator, cute.make_layout((4, blocks)))
         first_unit = n * k_tiles // share

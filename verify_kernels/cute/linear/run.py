@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,19 @@ def choose(
     )
 
 
+def variants_of(
+    dtype: torch.dtype, products: Iterable[tuple[tuple[int, int], tuple[str, ...]]]
+) -> list[LinearVariant]:
+    """Every kernel for these products: (shape of the weights, its epilogue) each, for any number of tokens."""
+    served = [product for product in products if product[0][1] % 8 == 0]
+    found = (
+        choose(dtype, tokens, shape, **dict.fromkeys(epilogue, True))
+        for tokens in (8, 16, 32, 64)
+        for shape, epilogue in served
+    )
+    return list(dict.fromkeys(found))
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -85,8 +98,8 @@ def linear(
     rms_in: x and squares are a `Rows`, whose norm has this eps. rms_out: after is filled, out's rows on their way through
     a norm of weight `norm` [N]; see `rows_after`.
     Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. schedule:
-    (units, share), by default `schedule.plan`'s for the variant. The weights are read before earlier kernels of the stream are done:
-    none of them may write them.
+    (units, share), by default `schedule.plan`'s for the variant. The weights are read before earlier kernels of the
+    stream are done: none of them may write them.
     """
     rows, k = weight.shape
     if x.shape[0] > variant.tokens:

@@ -30,15 +30,15 @@ def tile(rows: int, tokens: int, multiprocessors: int, step: int = 8) -> tuple[i
     """(rows, k) of a tile for weights of so many rows: one row tile to a multiprocessor where that keeps nearly all of
     them busy, and x, which every one of them reads, is not much more than its weights.
 
-    step: what the rows of a warpgroup are a multiple of. A stage of less than 16 KB of weights is not worth its barrier,
-    so low tiles are long, unless x takes the room.
+    step: what the rows of a warpgroup are a multiple of. A stage of less than 16 KB of weights is not worth its
+    barrier, so low tiles are long, unless x takes the room.
     """
     least = -(-rows // multiprocessors)
     groups = -(-least // 64)
     height = -(-least // (step * groups)) * step * groups
     row_tiles = -(-rows // height)
     if not max(16, tokens // 2) <= height <= 192 or row_tiles * (1 + SLACK) < multiprocessors:
-        # Sharing a row tile costs more the higher it is, reading x again for each less: 2.5 % of an LM head at 32 tokens.
+        # The higher the tiles, the less often x is read: 2.5 % of the time of an LM head at 32 tokens.
         height = 128 if least > 512 and tokens > 8 else 64
     return height, 256 if height <= 32 and tokens <= 16 else 128
 
