@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 
 from drafters.topology import MAX_NODES, TreeSpec
+from verify_kernels import ops
+from verify_kernels.reference.trees import bits
 
 __all__ = ["MAX_NODES", "DraftTree", "TreeSpec"]
-
-
-def _bits(count: int, device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.int64, device=device) << torch.arange(count, device=device)
 
 
 @dataclass
@@ -56,20 +54,11 @@ class DraftTree:
 
         Padding nodes have depth 0; their masks mean nothing.
         """
-        r, n = self.tokens.shape
-        device = self.tokens.device
-        nodes = torch.arange(n, device=device)
         if self.is_chain:
-            masks = (_bits(n, device) * 2 - 1).expand(r, -1)
+            nodes = torch.arange(self.width, device=self.tokens.device)
+            masks = (bits(self.width, self.tokens.device) * 2 - 1).expand(self.tokens.shape[0], -1)
             return masks, torch.where(self.parents >= 0, nodes, 0)
-        jump = torch.where(self.parents >= 0, self.parents, nodes)
-        masks = _bits(n, device).expand(r, -1)
-        depths = (self.parents >= 0).long()
-        for _ in range(self.depth.bit_length()):  # each round doubles how far up a node has looked
-            masks = masks | masks.gather(1, jump)
-            depths = depths + depths.gather(1, jump)
-            jump = jump.gather(1, jump)
-        return masks, depths
+        return ops.tree_masks(self.parents, self.depth)
 
     def masks(self) -> Tensor:
         """Ancestor masks [R, n] int64, see `masks_and_depths`."""
@@ -101,14 +90,7 @@ class DraftTree:
         A node whose parent is dropped is dropped with it; the root always stays.
         """
         r, n = self.tokens.shape
-        keep = keep & (self.tokens >= 0) | (torch.arange(n, device=keep.device) == 0)
-        kept = (keep * _bits(n, keep.device)).sum(1, keepdim=True)
-        keep = self.masks() & ~kept == 0  # a lost ancestor takes its descendants along
-        order = (~keep).to(torch.int8).argsort(dim=1, stable=True)
-        new_index = keep.cumsum(1) - 1
-        count = keep.sum(1)
-        inside = torch.arange(n, device=keep.device) < count[:, None]
-        parents = new_index.gather(1, self.parents.clamp(min=0)).masked_fill(self.parents < 0, -1)
+        tokens, parents, count, order = ops.prune_tree(self.tokens, self.parents, keep, self.depth)
 
         def move(x: Tensor | None) -> Tensor | None:
             if x is None:
@@ -117,8 +99,8 @@ class DraftTree:
             return x.gather(1, index)
 
         return DraftTree(
-            tokens=torch.where(inside, move(self.tokens), -1),
-            parents=torch.where(inside, move(parents), -1),
+            tokens=tokens,
+            parents=parents,
             num_nodes=count,
             depth=self.depth,
             is_chain=self.is_chain,

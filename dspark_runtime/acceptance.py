@@ -20,7 +20,7 @@ from torch import Tensor
 
 from drafters.tree import DraftTree, TreeSpec
 from dspark_runtime.errors import ConfigError
-from verify_kernels import rng
+from verify_kernels import ops, rng
 
 _TINY = 1e-8
 """A residual lighter than this is rounding noise: the rejection that led to it has (almost) no probability."""
@@ -73,12 +73,8 @@ def _walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Accep
 
 def greedy(tree: DraftTree, target_ids: Tensor) -> Accepted:
     """Keep drafts while they equal the target's choice. target_ids [R, n] int64: the choice after each node."""
-    width = tree.depth + 1
-    if not tree.is_chain or tree.width < width:
-        return _walk(tree, lambda node, depth: target_ids.gather(1, node[:, None]).squeeze(1))
-    num_accepted = (tree.tokens[:, 1:width] == target_ids[:, : width - 1]).cumprod(1).sum(1)
-    path = chain_path(tree, num_accepted)
-    return Accepted(path, torch.where(path >= 0, target_ids[:, :width], -1), num_accepted + 1)
+    is_chain = tree.is_chain and tree.width > tree.depth
+    return Accepted(*ops.follow_tree(tree.tokens, tree.parents, target_ids, tree.depth, is_chain))
 
 
 def node_sampling(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, counters: Tensor) -> Accepted:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from dspark_runtime.scheduling.scheduler import Scheduler
 from dspark_runtime.synthetic import SyntheticLaw
 from dspark_runtime.synthetic import accept as synthetic_accept
 from verify_kernels import ops, rng
-from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
+from verify_kernels.batch import KVCache, PassBatch
 
 
 @dataclass
@@ -69,49 +70,54 @@ def fill(tree: DraftTree, state: BatchState, spec: TreeSpec) -> DraftTree:
     return filled.limit(state.max_drafts)
 
 
-def flatten(tree: DraftTree, state: BatchState, page_size: int) -> tuple[PassBatch, Tensor]:
-    """The verify pass of a batch of trees, and the flat row of every node [R, n]."""
+def flatten(tree: DraftTree, state: BatchState, page_size: int, vocab_size: int) -> tuple[PassBatch, Tensor, Tensor]:
+    """The verify pass of a batch of trees, the flat row of every node [R, n], and each request's draft outside the
+    vocabulary [R] (-1 for none), which the tree is rid of."""
     r, n = tree.tokens.shape
     device = tree.tokens.device
     counts = tree.num_nodes.tolist() if device.type == "cpu" else None
-    if counts is not None and n > 1 and max(counts) < n:
+    placed = ops.place_tree(
+        tree.tokens, tree.parents, state.seq_lens, state.page_table, page_size, tree.depth, vocab_size, tree.is_chain
+    )
+    tree.tokens = placed.tokens
+    flat = (placed.token_ids, placed.positions, placed.slots, placed.masks)
+    if counts is not None and max(counts) < n:
         n = max(counts)
-    local = torch.arange(n, device=device)
-    context = state.context_lens
-    tokens = tree.tokens[:, :n]
-    masks, depths = (x[:, :n] for x in tree.masks_and_depths())
-    positions = context[:, None] + depths
-    slots = slots_of(state.page_table, context[:, None] + local, page_size)
+        flat = tuple(None if x is None else x[:, :n] for x in flat)
     if counts is None or min(counts) == n:
-        if counts is None:
-            slots = torch.where(tokens >= 0, slots, SCRATCH_PAGE)
-            tokens = tokens.clamp(min=0)
-        offsets = torch.arange(r + 1, device=device, dtype=torch.int32) * n
-        rows = torch.arange(r * n, device=device).view(r, n)
-        flat = (tokens, positions, slots, masks)
-        token_ids, positions, slots, masks = (x.reshape(-1) for x in flat)
+        offsets, rows = _uniform(r, n, device)
+        flat = tuple(None if x is None else x.reshape(-1) for x in flat)
     else:
+        local = torch.arange(n, device=device)
         valid = local < tree.num_nodes[:, None]
-        token_ids, positions, slots, masks = (x[valid] for x in (tokens, positions, slots, masks))
+        flat = tuple(None if x is None else x[valid] for x in flat)
         ends = tree.num_nodes.cumsum(0)
         offsets = torch.cat((ends.new_zeros(1), ends)).to(torch.int32)
         rows = torch.minimum(offsets[:-1, None] + local, (ends - 1)[:, None]).long()
     if rows.shape[1] < tree.width:
         rows = torch.cat((rows, rows[:, -1:].expand(-1, tree.width - rows.shape[1])), 1)
+    token_ids, positions, slots, masks = flat
     batch = PassBatch(
         token_ids=token_ids,
         positions=positions,
         request_offsets=offsets,
-        context_lens=context.to(torch.int32),
+        context_lens=placed.context,
         page_table=state.page_table,
         slot_mapping=slots,
-        ancestor_masks=None if tree.is_chain else masks,
+        ancestor_masks=masks,
         max_query_len=n,
         max_kv_len=state.max_seq_len - 1 + n,
         state_rows=state.state_rows,
         speculative=True,
     )
-    return batch, rows
+    return batch, rows, placed.worst
+
+
+@lru_cache(maxsize=256)
+def _uniform(r: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Offsets [R + 1] int32 and flat rows [R, n] int64 of n nodes each; nobody writes to them."""
+    offsets = torch.arange(r + 1, device=device, dtype=torch.int32) * n
+    return offsets, torch.arange(r * n, device=device).view(r, n)
 
 
 def verify(
@@ -125,7 +131,9 @@ def verify(
     else:
         logits = None
         ids, best = model.greedy(hidden)
-    return Verified(rows, ids[rows], best[rows], logits, features)
+    # As many rows as nodes are one each, in order.
+    ids, best = (x.view(rows.shape) if x.shape[0] == rows.numel() else x[rows] for x in (ids, best))
+    return Verified(rows, ids, best, logits, features)
 
 
 def accept(
@@ -153,15 +161,8 @@ def accept(
     return synthetic_accept(tree, rng.sample(probs[verified.rows], u), law, state.seeds, steps)
 
 
-def commit(
-    accepted: Accepted,
-    tree: DraftTree,
-    state: BatchState,
-    caches: list[KVCache],
-    steps: Tensor,
-) -> None:
-    """Append the emitted tokens to the committed ones, make the accepted path's cache entries contiguous, and move
-    recurrent states past it."""
+def commit(accepted: Accepted, tree: DraftTree, state: BatchState, caches: list[KVCache]) -> None:
+    """Make the accepted path's cache entries contiguous, and move recurrent states past it."""
     for cache in caches:
         if not tree.is_chain:
             ops.commit_path(cache, state.page_table, state.context_lens, accepted.path)
@@ -170,13 +171,6 @@ def commit(
             ops.commit_states(
                 states.state, states.window, records, state.state_rows, state.context_lens, accepted.path
             )
-    width = accepted.tokens.shape[1]
-    where = state.seq_lens[:, None] + torch.arange(width, device=state.tokens.device)
-    where = torch.where(accepted.tokens >= 0, where, state.tokens.shape[1] - 1)  # the last column takes padding
-    state.tokens.scatter_(1, where, accepted.tokens)
-    state.seq_lens += accepted.num_emitted
-    state.num_outputs += accepted.num_emitted
-    steps += 1
 
 
 def decode(
@@ -200,13 +194,9 @@ def decode(
         tree = fill(tree, state, spec)
     if scheduler is not None:
         tree = scheduler.schedule(tree, state)
-    worst = tree.tokens.amax(1)
-    worst = torch.where(worst >= model.vocab_size, worst, -1)
-    if tree.width > 1:
-        tree.tokens = tree.tokens.clamp(max=model.vocab_size - 1)
     mark("draft")
 
-    batch, rows = flatten(tree, state, cache.page_size)
+    batch, rows, worst = flatten(tree, state, cache.page_size, model.vocab_size)
     taps = drafter.taps if drafter is not None else ()
     keep = num_logprobs is not None or not params.all_greedy
     verified = verify(model, cache, batch, rows, taps, keep)
@@ -220,17 +210,16 @@ def decode(
         chosen = verified.logits[rows.gather(1, accepted.path.clamp(min=0)).flatten()]
         found = sampling.logprobs_of(chosen, accepted.tokens.clamp(min=0).flatten(), num_logprobs)
         logprobs = tuple(x.view(*accepted.tokens.shape, *x.shape[1:]) for x in found)
-    live = torch.arange(rows.shape[1], device=rows.device) < tree.num_nodes[:, None]
-    broken = (~torch.isfinite(verified.best_logits) & live).any(1)
-    packed = torch.cat(
-        (accepted.tokens, torch.stack((accepted.num_emitted, tree.num_nodes, broken.long(), worst), dim=1)), dim=1
-    )
     if drafter is not None:
         features = None
         if verified.features is not None:
             features = verified.features[rows.gather(1, accepted.path.clamp(min=0))]
         drafter.observe(state, features, accepted.num_emitted)
     caches = [cache] if drafter is None or drafter.kv is None else [cache, drafter.kv]
-    commit(accepted, tree, state, caches, steps)
+    commit(accepted, tree, state, caches)
+    packed = ops.commit_tokens(
+        state.tokens, state.seq_lens, state.num_outputs, steps, accepted.tokens, accepted.num_emitted, tree.num_nodes,
+        verified.best_logits, worst,
+    )  # fmt: skip
     mark("accept")
     return StepResult(packed, logprobs, tree.confidence, batch.experts)

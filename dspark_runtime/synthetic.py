@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from drafters.tree import DraftTree
-from dspark_runtime.acceptance import Accepted, chain_path, emit
+from dspark_runtime.acceptance import Accepted, emit
 from dspark_runtime.errors import ConfigError
-from verify_kernels import rng
+from verify_kernels import ops, rng
 
 LAWS = ("min_variance", "geometric")
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -169,12 +168,11 @@ def accepted_drafts(law: SyntheticLaw, seeds: Tensor, steps: Tensor) -> Tensor:
     instead of independent draws, so that the mean over N steps is off by O(log N / N) and not O(1 / sqrt(N)). A trace
     is replayed from a seeded offset.
     """
-    start = rng.uniform(seeds, torch.zeros_like(seeds), rng.SYNTHETIC)
     if law.trace is not None:
+        start = rng.uniform(seeds, torch.zeros_like(seeds), rng.SYNTHETIC)
         trace = law.on("trace", seeds.device)
         return trace[((start * len(law.trace)).long() + steps) % len(law.trace)]
-    u = (start + steps * _GOLDEN) % 1.0 if law.name == "min_variance" else rng.uniform(seeds, steps, rng.SYNTHETIC)
-    return (u[:, None] < law.on("survival", seeds.device)).sum(1)
+    return ops.synthetic_drafts(seeds, steps, law.on("survival", seeds.device), law.name == "min_variance")
 
 
 def accept(tree: DraftTree, target_ids: Tensor, law: SyntheticLaw, seeds: Tensor, steps: Tensor) -> Accepted:
@@ -184,39 +182,34 @@ def accept(tree: DraftTree, target_ids: Tensor, law: SyntheticLaw, seeds: Tensor
     tree, each accepted child is drawn by rank among those that can still reach the depth.
     """
     wanted = accepted_drafts(law, seeds, steps)
-    if tree.is_chain and tree.width > tree.depth:
-        kept = wanted.minimum((tree.tokens[:, 1 : tree.depth + 1] >= 0).cumprod(1).sum(1))
-        path, last = chain_path(tree, kept), kept
-    else:
-        path, kept, last = _walk_to(tree, wanted, law, seeds, steps)
+    is_chain = tree.is_chain and tree.width > tree.depth
+    if is_chain or law.rank_frequencies is None:
+        return Accepted(*ops.reach_tree(tree.tokens, tree.parents, target_ids, wanted, tree.depth, is_chain))
+    path, kept, last = _walk_to(tree, wanted, law, seeds, steps)
     return emit(tree, path, kept, target_ids.gather(1, last[:, None]).squeeze(1))
 
 
 def _walk_to(
     tree: DraftTree, wanted: Tensor, law: SyntheticLaw, seeds: Tensor, steps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A path of `wanted` drafts, or to the deepest node: path [R, depth + 1], drafts on it [R], last node [R]."""
+    """A path of `wanted` drafts, or to the deepest node, children drawn by the law's rank frequencies: path [R, depth + 1], drafts on it [R], last node [R]."""
     n = tree.width
     nodes = torch.arange(n, device=wanted.device)
     depths = torch.where(tree.tokens >= 0, tree.depths(), 0)
     reach = (tree.ancestors() * depths[:, :, None]).amax(1)  # deepest descendant of each node
     wanted = wanted.minimum(reach[:, 0])
-    weights = None
-    if law.rank_frequencies is not None:
-        siblings = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (nodes[None, :] < nodes[:, None])
-        ranks = siblings.sum(2)
-        known = len(law.rank_frequencies)
-        frequency = law.on("rank_frequencies", wanted.device)[ranks.clamp(max=known - 1)]
-        weights = torch.where(ranks < known, frequency, 0.0)
+    siblings = (tree.parents[:, :, None] == tree.parents[:, None, :]) & (nodes[None, :] < nodes[:, None])
+    ranks = siblings.sum(2)
+    known = len(law.rank_frequencies)
+    frequency = law.on("rank_frequencies", wanted.device)[ranks.clamp(max=known - 1)]
+    weights = torch.where(ranks < known, frequency, 0.0)
     node = torch.zeros_like(wanted)
     path = [node]
     for depth in range(tree.depth):
         able = (tree.parents == node[:, None]) & (tree.tokens >= 0) & (reach >= wanted[:, None])
-        child = able.int().argmax(1)
-        if weights is not None:
-            share = torch.where(able, weights, 0.0)
-            drawn = rng.sample(share, rng.uniform(seeds, steps, rng.SYNTHETIC, depth + 1))
-            child = torch.where(share.sum(1) > 0, drawn, child)
+        share = torch.where(able, weights, 0.0)
+        drawn = rng.sample(share, rng.uniform(seeds, steps, rng.SYNTHETIC, depth + 1))
+        child = torch.where(share.sum(1) > 0, drawn, able.int().argmax(1))
         moving = depth < wanted
         node = torch.where(moving, child, node)
         path.append(torch.where(moving, node, -1))

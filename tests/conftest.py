@@ -7,6 +7,10 @@ import os
 import pytest
 import torch
 
+# Without a GPU, Triton's kernels run in its interpreter, which is chosen before Triton is first imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 # Workers of a parallel run share the cores; a fixed thread count also fixes the order of sums.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 

@@ -5,9 +5,9 @@ in its docstring there) and may have faster implementations, registered per oper
 backend runs is decided here and nowhere else:
 
 - `use("auto")` (the default): on a CPU what `verify_kernels.cpu` offers, on CUDA the CuTe DSL kernels of
-  `verify_kernels.cute`, and the reference for operations that they do not have. A GPU or a shape that the kernels do not
-  serve is an error (`errors.KernelError`, ValueError), never a silent fallback. What asks for gradients (a drafter in
-  training) is the reference's: kernels have no backward;
+  `verify_kernels.cute`, the small ones of `verify_kernels.triton`, and the reference for operations that they do not
+  have. A GPU or a shape that the kernels do not serve is an error (`errors.KernelError`, ValueError), never a silent
+  fallback. What asks for gradients (a drafter in training) is the reference's: kernels have no backward;
 - `use("reference")`: the torch reference, always.
 
 `chosen()` reports what runs on a device, so that no command has to guess.
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verify_kernels.reference import attention, elementwise, latent, latent_moe, linear as _linear, moe, recurrence
+from verify_kernels.reference import attention, elementwise, latent, latent_moe, linear as _linear, moe, recurrence, trees
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "embedding": elementwise.embedding,
@@ -52,6 +52,14 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "kda_prefill": recurrence.kda_prefill,
     "commit_states": recurrence.commit_states,
     "gated_rms_norm": recurrence.gated_rms_norm,
+    "tree_masks": trees.tree_masks,
+    "prune_tree": trees.prune_tree,
+    "place_tree": trees.place_tree,
+    "place_block": trees.place_block,
+    "follow_tree": trees.follow_tree,
+    "synthetic_drafts": trees.synthetic_drafts,
+    "reach_tree": trees.reach_tree,
+    "commit_tokens": trees.commit_tokens,
 }
 
 _loaded: dict[str, dict[str, Callable[..., Any]]] = {}  # device type -> op -> implementation
@@ -76,8 +84,9 @@ def _table(device_type: str) -> dict[str, Callable[..., Any]]:
 
             table.update(cpu.implementations())
         if _mode == "auto" and device_type == "cuda":
-            from verify_kernels import cute
+            from verify_kernels import cute, triton
 
+            table.update(triton.implementations())
             table.update(cute.implementations())
         _loaded[device_type] = table
     return table
@@ -136,3 +145,11 @@ kda_verify = _op("kda_verify")
 kda_prefill = _op("kda_prefill")
 commit_states = _op("commit_states")
 gated_rms_norm = _op("gated_rms_norm")
+tree_masks = _op("tree_masks")
+prune_tree = _op("prune_tree")
+place_tree = _op("place_tree")
+place_block = _op("place_block")
+follow_tree = _op("follow_tree")
+synthetic_drafts = _op("synthetic_drafts")
+reach_tree = _op("reach_tree")
+commit_tokens = _op("commit_tokens")

@@ -1,0 +1,18 @@
+"""Triton kernels for what a step does between its large products: one small launch where torch needs many.
+
+They have the reference's signatures, run on any GPU that Triton serves, and in its interpreter on a CPU
+(TRITON_INTERPRET=1), where the tests check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def implementations() -> dict[str, Callable[..., Any]]:
+    """Operation name -> implementation."""
+    from verify_kernels.triton import trees
+
+    modules = (trees,)
+    return {name: getattr(module, name) for module in modules for name in module.__all__}
