@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from verify_kernels.reference import attention, elementwise, latent, latent_moe, linear as _linear, moe, recurrence, trees
+from verify_kernels.reference import attention, drafting, elementwise, latent, latent_moe, linear as _linear, moe
+from verify_kernels.reference import recurrence, trees
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "embedding": elementwise.embedding,
@@ -52,6 +53,9 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "kda_prefill": recurrence.kda_prefill,
     "commit_states": recurrence.commit_states,
     "gated_rms_norm": recurrence.gated_rms_norm,
+    "append_context": drafting.append_context,
+    "top": drafting.top,
+    "draft_chain": drafting.draft_chain,
     "tree_masks": trees.tree_masks,
     "prune_tree": trees.prune_tree,
     "place_tree": trees.place_tree,
@@ -145,6 +149,9 @@ kda_verify = _op("kda_verify")
 kda_prefill = _op("kda_prefill")
 commit_states = _op("commit_states")
 gated_rms_norm = _op("gated_rms_norm")
+append_context = _op("append_context")
+top = _op("top")
+draft_chain = _op("draft_chain")
 tree_masks = _op("tree_masks")
 prune_tree = _op("prune_tree")
 place_tree = _op("place_tree")

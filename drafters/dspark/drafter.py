@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +18,19 @@ from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
 from drafters.tree_growth import Carry, Children, Confidence, grow
 from verify_kernels import ops
-from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
+from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.rope import cos_sin_table
+
+
+@lru_cache(maxsize=256)
+def _offsets(r: int, width: int, device: torch.device) -> Tensor:
+    return torch.arange(r + 1, device=device, dtype=torch.int32) * width
+
+
+@lru_cache(maxsize=64)
+def _floats(values: tuple[float, ...], device: torch.device) -> Tensor:
+    # Kept, because a captured step must not copy from the host.
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 class BlockDrafter:
@@ -88,25 +100,18 @@ class BlockDrafter:
 
     @torch.inference_mode()
     def observe(self, state: BatchState, features: Tensor, kept: Tensor) -> None:
-        r, width = features.shape[:2]
-        context = state.context_lens
-        local = torch.arange(width, device=kept.device)
-        logical = (context[:, None] + local).clamp(max=state.page_table.shape[1] * self.cache.page_size - 1)
-        slots = slots_of(state.page_table, logical, self.cache.page_size)
-        slots = torch.where(local < kept[:, None], slots, SCRATCH_PAGE * self.cache.page_size)
-        batch = self._batch(state, state.tokens[:, :1].expand(-1, width), logical, slots, context)
+        width = features.shape[1]
+        batch = self._batch(state, width, kept)
         self._remember(batch, features.flatten(0, 1))
 
     def _remember(self, batch: PassBatch, features: Tensor) -> None:
         """Write the context entries of N tokens from their tapped features [N, taps * H]."""
         network, cache = self.network, self.cache
-        batch = replace(batch, positions=batch.positions.clamp(max=self.max_positions - 1), plan=None)
-        fused = network.fuse(features)
-        for i, layer in enumerate(network.layers):
-            k, v = layer.context(fused)
-            norm = layer.k_norm
-            # Only the write matters: the keys stand in for queries.
-            ops.append_kv(k, k, v, cache.k[i], cache.v[i], batch, self._cos_sin, norm, norm, self.config.rms_norm_eps)
+        kv, norms = network.context(network.fuse(features))
+        positions = batch.positions.clamp(max=self.max_positions - 1)
+        ops.append_context(
+            kv, cache.k, cache.v, batch.slot_mapping, positions, self._cos_sin, norms, self.config.rms_norm_eps
+        )
 
     @torch.inference_mode()
     def propose(self, state: BatchState, spec: TreeSpec, sample: bool) -> DraftTree:
@@ -117,6 +122,8 @@ class BlockDrafter:
         hidden = self._block(state, roots)[:, first : first + spec.depth]
         if sample:
             return self._sampled(hidden, state, spec).limit(state.max_drafts)
+        if spec.is_chain and self.confidence != "stop":
+            return self._chain(hidden, state, roots)
         children = self._children(hidden, state, spec)
         if not self.grow and not spec.is_chain:
             return self._ranked(children, state, spec).limit(state.max_drafts)
@@ -133,14 +140,7 @@ class BlockDrafter:
     def _block(self, state: BatchState, roots: Tensor) -> Tensor:
         """Hidden states [R, block_size, d] after the final norm: every slot sees the context and the whole block."""
         c, cache = self.config, self.cache
-        slots = c.block_size
-        context = state.context_lens
-        local = torch.arange(slots, device=roots.device)
-        logical = context[:, None] + local
-        limit = state.page_table.shape[1] * cache.page_size
-        where = slots_of(state.page_table, logical.clamp(max=limit - 1), cache.page_size)
-        ids = roots[:, None].expand(-1, slots)
-        batch = self._batch(state, ids, logical.clamp(max=self.max_positions - 1), where, context)
+        batch = self._batch(state, c.block_size)
         plans = {w: ops.plan_attention(batch, cache.page_size, mask="full", window=w) for w in set(c.windows) or {0}}
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -152,15 +152,20 @@ class BlockDrafter:
 
         return self.network.block(roots, attend)
 
-    def _batch(self, state: BatchState, ids: Tensor, positions: Tensor, slots: Tensor, context: Tensor) -> PassBatch:
-        r, width = ids.shape
+    def _batch(self, state: BatchState, width: int, kept: Tensor | None = None) -> PassBatch:
+        """`width` tokens behind each request's context, of which kept [R] are written (None: all). Token ids are none:
+        the network does not embed them."""
+        r, page_size = state.num_requests, self.cache.page_size
+        positions, slots, context = ops.place_block(
+            state.seq_lens, state.page_table, width, page_size, self.max_positions, kept
+        )
         return PassBatch(
-            token_ids=ids.reshape(-1),
-            positions=positions.reshape(-1),
-            request_offsets=torch.arange(r + 1, device=ids.device, dtype=torch.int32) * width,
-            context_lens=context.to(torch.int32),
+            token_ids=positions,
+            positions=positions,
+            request_offsets=_offsets(r, width, positions.device),
+            context_lens=context,
             page_table=state.page_table,
-            slot_mapping=slots.reshape(-1),
+            slot_mapping=slots,
             ancestor_masks=None,
             max_query_len=width,
             max_kv_len=state.max_seq_len - 1 + width,
@@ -188,14 +193,35 @@ class BlockDrafter:
             sure = sure.sigmoid().view(r, w)
         return z, sure, carry
 
+    def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` best draft ids of each slot: hidden [R, K, d] -> (logits [R, K, M] float32, ids [R, K, M])."""
+        c, network = self.config, self.network
+        best, ids = ops.top(ops.linear(hidden.flatten(0, 1), network.lm_head), min(count, c.draft_vocab_size))
+        return best.view(*hidden.shape[:2], -1), ids.view(*hidden.shape[:2], -1)
+
+    def _chain(self, hidden: Tensor, state: BatchState, roots: Tensor) -> DraftTree:
+        """The best chain, a draft from each slot of hidden [R, K, d]."""
+        network = self.network
+        best, ids = self._best(hidden, 1 if network.markov is None else self.candidates)
+        confidence = network.confidence
+        tokens, parents, count, sure = ops.draft_chain(
+            best, ids, hidden, roots, state.max_drafts, state.temperature,
+            None if network.markov is None else network.markov.weights, network.target_ids,
+            None if confidence is None else (confidence.weight, confidence.bias),
+            self._confidence_temperatures(hidden.device),
+        )  # fmt: skip
+        return DraftTree(tokens, parents, count, hidden.shape[1], is_chain=True, confidence=sure)
+
+    def _confidence_temperatures(self, device: torch.device) -> Tensor | None:
+        return _floats(self.temperatures, device) if self.temperatures else None
+
     def _children(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> Children:
         """Candidates of each level (see `tree_growth.Children`), from hidden [R, depth, d]."""
         network, (r, depth, d) = self.network, hidden.shape
         count = max(self.candidates, max(spec.ranks) + 1)
         if spec.is_chain and network.markov is None:
             count = 1
-        base = network.logits(hidden.reshape(-1, d)).view(r, depth, -1)
-        best, ids = base.topk(min(count, base.shape[2]), dim=-1)
+        best, ids = self._best(hidden, count)
         targets = network.to_target(ids)
         rows = None
         if network.markov is not None:

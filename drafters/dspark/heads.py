@@ -6,17 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from verify_kernels import ops
+from verify_kernels.markov import Markov
 
 
 class MarkovHead(nn.Module):
-    """Adds to a slot's logits what the token before it says: logits + w2 @ z, where z is `forward`'s first result.
-
-    vanilla: z = e, the previous token's row of w1. gated: z = sigmoid(G [h; e] + b) * e. rnn: (g, c, o) = J [s; e; h] +
-    b, z = tanh(o), and the state becomes sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c); it starts at 0.
-
-    w1 [V, r] over the target's vocabulary, w2 [V_draft, r], weight [r, d + r] and bias [r] (gated) or weight
-    [3 r, 2 r + d] and bias [3 r] (rnn).
-    """
+    """The weights of a `verify_kernels.markov.Markov` as parameters."""
 
     def __init__(
         self, kind: str, w1: Tensor, w2: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
@@ -31,17 +25,14 @@ class MarkovHead(nn.Module):
         """previous [N] int64 target ids -> e [N, r]."""
         return ops.embedding(previous, self.w1)
 
+    @property
+    def weights(self) -> Markov:
+        return Markov(self.kind, self.w1, self.w2, self.weight, self.bias)
+
     def forward(self, e: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """e [N, r], hidden [N, d], state [N, r] (None at the start of a block) -> (z [N, r], the next state)."""
-        if self.kind == "vanilla":
-            return e, None
-        if self.kind == "gated":
-            gate = ops.linear(torch.cat((hidden, e), dim=-1), self.weight, self.bias)
-            return torch.sigmoid(gate) * e, None
-        state = torch.zeros_like(e) if state is None else state
-        g, c, o = ops.linear(torch.cat((state, e, hidden), dim=-1), self.weight, self.bias).chunk(3, dim=-1)
-        g = torch.sigmoid(g)
-        return torch.tanh(o), g * state + (1 - g) * torch.tanh(c)
+        weights = self.weights
+        return weights.step(e, weights.of_hidden(hidden), state)
 
 
 class ConfidenceHead(nn.Module):

@@ -126,6 +126,7 @@ class DraftNetwork(nn.Module):
         self.layers = nn.ModuleList(
             DraftLayer(c, lambda name, i=i: get(f"layers.{i}.{name}")) for i in range(c.num_hidden_layers)
         )
+        self._context: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self.markov = self.confidence = None
         if c.markov_head_type is not None:
             extra = {"gated": "gate_proj", "rnn": "joint_proj"}.get(c.markov_head_type)
@@ -148,6 +149,21 @@ class DraftNetwork(nn.Module):
         """Tapped features [N, taps * H] -> what the layers see of the context [N, d]."""
         fused = ops.linear(features, self.fc)
         return fused if self.hidden_norm is None else ops.rms_norm(fused, self.hidden_norm, self.config.rms_norm_eps)
+
+    def context(self, fused: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of fused features [N, d] in all layers, as one product -> (kv [N, L, 2, Hkv, D], the layers'
+        k_norm [L, D] or None). For frozen weights: they are stacked at the first call."""
+        if self._context is None:
+            biases = [layer.qkv_bias[layer.q_size :] for layer in self.layers if layer.qkv_bias is not None]
+            norms = [layer.k_norm for layer in self.layers if layer.k_norm is not None]
+            self._context = (
+                torch.cat([layer.qkv[layer.q_size :] for layer in self.layers]),
+                torch.cat(biases) if biases else None,
+                torch.stack(norms) if norms else None,
+            )
+        weight, bias, norms = self._context
+        kv = ops.linear(fused, weight, bias)
+        return kv.view(-1, len(self.layers), 2, self.config.num_key_value_heads, self.config.head_dim), norms
 
     def block_input(self, anchors: Tensor, slots: int) -> Tensor:
         """[anchor, mask, mask, ...] for each anchor: ids [R] -> [R * slots, d]."""
