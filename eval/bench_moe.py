@@ -3,8 +3,8 @@
     python -m eval.bench_moe build --kernels DIR            # any machine with the DSL, no GPU
     python -m eval.bench_moe run --kernels DIR --json FILE  # the GPU machine; needs torch and tvm-ffi
 
-`run` compares random cases (poisoned outputs, every call twice, other numbers of CTAs, all tokens to one expert, ties, any
-T) with float32 products, then times layers of E128 top-8 hidden 2048 inter 768 under uniform routing, in bf16, in fp8
+`run` compares random cases (poisoned outputs, every call twice, other numbers of CTAs, all tokens to one expert, ties, experts
+with numbers of tokens around where kernels change, any T) with float32 products, then times layers of E128 top-8 hidden 2048 inter 768 under uniform routing, in bf16, in fp8
 blocks and in MXFP4: CUDA graphs of calls whose weights and picks rotate, beside the peers of `eval.moe_peers` in the same
 job; and one layer of Kimi-K3's shape (896 experts, top 16, latent 3584, inter 3072) in MXFP4. TB/s are bytes of the
 experts that were picked over time; the floor is those bytes at 4.5 TB/s.
@@ -42,15 +42,15 @@ BITS = {"plain": 16.0, "fp8": 8.0 + 32 / 128**2, "mxfp4": 4.25}  # of a weight, 
 KINDS = tuple(BITS)
 SMALL = ((128, 8), (8, 2), (4, 1), (60, 4), (256, 8))  # (experts, top-k) of random cases
 PEERS = ("triton", "grouped", "vllm")
-ROUTING = ("random", "random", "uniform", "one", "ties", "few")
+ROUTING = ("random", "uniform", "one", "ties", "few", "edges", "edges")
+EDGES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64)  # tokens of an expert: products have 8, 16 or 32 columns
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "half": {},  # what `run.choose` gives: two kernels on an SM at once
-    "full": {"stages": {8: 12, 16: 11, 32: 10, 64: 8}},
-    "half no pdl": {"pdl": False},
-    "half, two CTAs": {"units": 2},
+    "two": {},  # what `run.choose` gives: two CTAs on a multiprocessor, each with half of its memory
+    "one": {"units": 1, "memory": 224 * 1024},
+    "two no pdl": {"pdl": False},
 }
-"""stages by tokens; units: CTAs for each multiprocessor."""
+"""units: CTAs for each multiprocessor; memory: for the ring of one."""
 
 K3_TOKENS = (8, 64)
 SECONDS = {"peer": 25.0, "k3": 15.0}
@@ -62,69 +62,81 @@ def variants(
 ) -> tuple[ExpertsVariant, ExpertsVariant]:
     import torch
 
-    from verify_kernels.cute.moe.run import choose
+    from verify_kernels.cute.moe.run import choose, stages
 
-    changes = {name: value for name, value in CONFIGS[config].items() if name != "units"}
-    pair = choose(torch.bfloat16, tokens, experts, top_k, kind)
-    if "stages" in changes:
-        changes["stages"] = changes["stages"][pair[0].tokens]
-    first, second = (dataclasses.replace(v, **changes) for v in pair)
-    return first, second
+    first, second = choose(torch.bfloat16, tokens, experts, top_k, kind)
+    changes = dict(CONFIGS[config])
+    changes.pop("units", None)
+    if memory := changes.pop("memory", 0):
+        deep = [stages(v.tokens, experts, top_k, v.down, kind, memory) for v in (first, second)]
+        first, second = (dataclasses.replace(v, stages=n) for v, n in zip((first, second), deep))
+    return dataclasses.replace(first, **changes), dataclasses.replace(second, **changes)
+
+
+def variants_of(job: Job) -> tuple[ExpertsVariant, ...]:
+    """What a job runs; nothing of ours for a peer."""
+    if job["job"] in ("peer", "read"):
+        return ()
+    shape = K3[:2] if job["job"] == "k3" else (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
+    return variants(job["config"], job["tokens"], *shape, job.get("kind", "plain"))
 
 
 def all_variants() -> list[ExpertsVariant]:
-    found: list[ExpertsVariant] = []
-    for t in TOKENS:
-        for config in CONFIGS:
-            found += variants(config, t, *LAYER[:2])
-        for experts, top_k in SMALL:
-            found += variants("half", t, experts, top_k)
-        for kind in KINDS[1:]:
-            found += variants("half", t, *LAYER[:2], kind)
-            found += variants("half", t, *SMALL[1], kind)
-    for t in K3_TOKENS:
-        found += variants("half", t, *K3[:2], "mxfp4")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(v for job in jobs(0) for v in variants_of(job)))
 
 
 def jobs(cases: int) -> list[Job]:
     """What a run does, in order: a first look, some random cases of every kernel, the times, then the other cases."""
     found: list[Job] = [{"job": "peer", "config": "triton", "tokens": 8}]
+    found += [{"job": "smoke", "config": "two", "tokens": t, "experts": 8, "top_k": 2} for t in (8, 16, 64)]
+    found += [{"job": "smoke", "config": "two no pdl", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
     found += [
-        {"job": "smoke", "config": c, "tokens": t, "experts": 8, "top_k": 2}
-        for c, t in (("half", 8), ("half", 16), ("half", 64))
-    ]
-    found += [{"job": "smoke", "config": "half no pdl", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
-    found += [
-        {"job": "smoke", "config": "half", "tokens": t, "experts": 8, "top_k": 2, "kind": kind}
+        {"job": "smoke", "config": "two", "tokens": t, "experts": 8, "top_k": 2, "kind": kind}
         for kind in KINDS[1:]
         for t in (8, 64)
     ]
-    found += [{"job": "op", "config": "half", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
-    kinds = [("half", t, e, k, "plain") for e, k in SMALL[:3] for t in (8, 16, 32, 64)]
-    kinds += [("half", t, *SMALL[1], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
-    kinds += [("half", t, e, k, "plain") for e, k in SMALL[3:] for t in (8, 64)]
-    kinds += [("half", t, *LAYER[:2], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
-    kinds += [(c, t, *LAYER[:2], "plain") for c in CONFIGS if c != "half" for t in (8, 64)]
+    found += [{"job": "op", "config": "two", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
+    kinds = [("two", t, e, k, "plain") for e, k in SMALL[:3] for t in (8, 16, 32, 64)]
+    kinds += [("two", t, *SMALL[1], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
+    kinds += [("two", t, e, k, "plain") for e, k in SMALL[3:] for t in (8, 64)]
+    kinds += [("two", t, *LAYER[:2], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
+    kinds += [(c, t, *LAYER[:2], "plain") for c in CONFIGS if c != "two" for t in (8, 64)]
 
     def check(at: int, seeds: range) -> Job:
         names = ("config", "tokens", "experts", "top_k", "kind")
         return {"job": "check", **dict(zip(names, kinds[at % len(kinds)])), "seeds": list(seeds)}
 
     found += [check(i, range(2 * i, 2 * i + 2)) for i in range(len(kinds))]
-    found += [{"job": "time", "config": "half", "tokens": t, "kind": kind} for kind in KINDS for t in TOKENS]
+    found += [{"job": "time", "config": "two", "tokens": t, "kind": kind} for kind in KINDS for t in TOKENS]
     found += [{"job": "peer", "config": "triton", "tokens": t} for t in TOKENS if t != 8]
     found += [{"job": "peer", "config": "triton", "tokens": t, "kind": "fp8"} for t in TOKENS]
-    found += [{"job": "k3", "config": "half", "tokens": t, "kind": "mxfp4"} for t in K3_TOKENS]
-    found += [{"job": "time", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS if c != "half"]
-    found += [{"job": "split", "config": "half", "tokens": t, "kind": kind} for kind in KINDS for t in (1, 8, 64)]
+    found += [{"job": "k3", "config": "two", "tokens": t, "kind": "mxfp4"} for t in K3_TOKENS]
+    found += [{"job": "time", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS if c != "two"]
+    found += [{"job": "time", "config": "one", "tokens": t, "kind": kind} for kind in KINDS[1:] for t in (8, 64)]
+    found += [{"job": "split", "config": "two", "tokens": t, "kind": kind} for kind in KINDS for t in (1, 8, 64)]
     found += [{"job": "peer", "config": p, "tokens": t} for p in PEERS[1:] for t in TOKENS]
     found += [{"job": "peer", "config": "vllm", "tokens": t, "kind": "fp8"} for t in TOKENS]
-    found += [{"job": "time", "config": "half", "tokens": t, "routing": r} for r in ("zipf", "one") for t in (8, 64)]
+    found += [{"job": "time", "config": "two", "tokens": t, "routing": r} for r in ("zipf", "one") for t in (8, 64)]
     rest = max(cases - 2 * len(kinds), 0)
     found += [check(i // 4 * 7, range(1000 + i, 1000 + i + 4)) for i in range(0, rest, 4)]
     found.append({"job": "read"})
     return found
+
+
+def edges(tokens: int, experts: int, top_k: int, rng: random.Random) -> list[list[int]]:
+    """Picks under which experts have numbers of tokens from `EDGES`, as far as they go: [tokens, top_k], in any order."""
+    picks: list[list[int]] = [[] for _ in range(tokens)]
+    order = rng.sample(range(experts), experts)
+    some, others = order[: experts // 2], order[experts // 2 :]
+    for e, count in zip(some, rng.sample(EDGES, len(EDGES))):
+        free = sorted((t for t in range(tokens) if len(picks[t]) < top_k), key=lambda t: (len(picks[t]), rng.random()))
+        for t in free[:count] if count <= len(free) else []:
+            picks[t].append(e)
+    for own in picks:
+        free = rng.sample(others, len(others)) + some
+        own += [e for e in free if e not in own][: top_k - len(own)]
+        rng.shuffle(own)
+    return picks
 
 
 class Bench:
@@ -150,7 +162,8 @@ class Bench:
 
     def picks(self, kind: str, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
         """(weights [T, k] float32, ids [T, k]). kind: "random" logits; the laws "uniform" and "zipf" with exponent 1; all
-        tokens to the same experts: "one"; logits with ties; "few" experts between them."""
+        tokens to the same experts: "one"; logits with ties; "few" experts between them; experts with numbers of tokens of
+        `EDGES`."""
         import numpy as np
 
         from dspark_runtime.cost.routing import inclusion
@@ -166,6 +179,9 @@ class Bench:
             ids = torch.from_numpy(systematic(chances, tokens, draw)).cuda()
             weights = logits.gather(1, ids).softmax(-1)
             return weights, ids
+        if kind == "edges":
+            ids = torch.tensor(edges(tokens, experts, top_k, random.Random(seed)), device="cuda")
+            return logits.gather(1, ids).softmax(-1), ids
         if kind == "one":
             logits = logits[:1].expand(tokens, -1)
         if kind == "ties":
@@ -194,20 +210,19 @@ class Bench:
 
     def random_packed(self, kind: str, experts: int, hidden: int, inner: int) -> tuple[Any, Any]:
         """Packed weights without the matrices they come from: for times of large layers."""
-        from verify_kernels.cute.moe.pack import BYTES
+        from verify_kernels.cute.moe.pack import PART_BYTES, rows_of
 
         torch = self.torch
         found = []
-        for rows, depth in ((2 * inner, hidden), (hidden, inner)):
-            shape = (experts, -(-rows // 128), -(-depth // 128), BYTES[kind])
+        for rows, depth, gate_up in ((2 * inner, hidden, True), (hidden, inner, False)):
+            shape = (experts, -(-rows // rows_of(gate_up)), -(-depth // 128), rows_of(gate_up) // 64, PART_BYTES[kind])
             tiles = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
             if kind == "fp8":
                 tiles.bitwise_and_(0xBF)  # no NaN, moderate size
                 tiles[..., -16:] = torch.full((4,), depth**-0.5, device="cuda").view(torch.uint8)
             else:
-                for group in range(2):
-                    tiles[..., group * 4352 + 4096 : group * 4352 + 4352] = 62 + 127 - round(math.log2(depth) / 2) - 2
-            found.append(tiles)
+                tiles[..., 4096:] = 62 + 127 - round(math.log2(depth) / 2) - 2
+            found.append(tiles.flatten(-2))
         return found[0], found[1]
 
     def float32(self, x: Any, gate_up: Any, down: Any, weights: Any, ids: Any) -> tuple[Any, Any]:
@@ -247,7 +262,8 @@ class Bench:
             x = torch.randn(t, hidden, device="cuda", dtype=torch.bfloat16)
             stored, plain = self.stored(kind, experts, hidden, inner)
             weights, ids = self.picks(routing, t, experts, top_k, 0)
-            wanted = self.float32(x, *plain, weights, ids)
+            between, out = self.float32(x, *plain, weights, ids)
+            wanted = between[ids.flatten().argsort(stable=True)], out
             got = [torch.full(w.shape, float("nan"), device="cuda", dtype=torch.bfloat16) for w in wanted]
             run(both, pair, x, *stored, weights, ids, got[1], units, got[0])
             torch.cuda.synchronize()
@@ -458,12 +474,10 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
         if file:
             file.write_text(json.dumps({"schema_version": 1, "device": device, "results": results}, indent=0) + "\n")
 
-    def uses(job: Job) -> set[str]:
+    def uses(job: Job) -> str | None:
         """A kernel that failed is left out; a peer is not."""
-        if job["job"] in ("peer", "read"):
-            return set()
-        shape = K3[:2] if job["job"] == "k3" else (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
-        return {f"{job['config']} {variants(job['config'], job['tokens'], *shape, job.get('kind', 'plain'))[0].name}"}
+        used = variants_of(job)
+        return f"{job['config']} {used[0].name}" if used else None
 
     def limit(job: Job) -> float:
         return SECONDS.get(job["job"], 20.0 if job["job"] == "read" else JOB_SECONDS)

@@ -8,7 +8,7 @@ import numpy as np
 from cutlass.cute.runtime import from_dlpack
 
 from verify_kernels.cute.moe.dequantize import e2m1_pairs, e4m3_pairs, mxfp4_factor
-from verify_kernels.cute.moe.kernel import tokens_below
+from verify_kernels.cute.moe.kernel import following, tokens_below
 
 
 @cute.jit
@@ -23,6 +23,21 @@ def tokens_before_each(masks: np.ndarray) -> np.ndarray:
     words, experts = masks.shape
     found = np.zeros((experts, 32 * words), np.int32)
     _tokens_below(from_dlpack(masks), from_dlpack(found), words)
+    return found
+
+
+@cute.jit
+def _walk(tiles: cute.Tensor, out: cute.Tensor, down: cutlass.Constexpr[bool]) -> None:
+    which, row, k = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+    for i in range(out.shape[0]):
+        out[i, 0], out[i, 1], out[i, 2] = which, row, k
+        which, row, k = following(down, which, row, k, (tiles[0], tiles[1]), tiles[2])
+
+
+def walk(down: bool, row_tiles: int, k_tiles: int, entries: int, count: int) -> np.ndarray:
+    """(entry, row tile, k tile) of the first `count` tiles of the line: [count, 3] int32."""
+    found = np.zeros((count, 3), np.int32)
+    _walk(from_dlpack(np.array([row_tiles, k_tiles, entries], np.int32)), from_dlpack(found), down)
     return found
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.verify_kernels.compiled import compile_remarks
 from verify_kernels.cute import UNMEASURED, compile as kernels
-from verify_kernels.cute.moe.pack import BYTES, pack
-from verify_kernels.cute.moe.run import HALF, choose, experts, stage_bytes, stages
+from verify_kernels.cute.moe.pack import PART_BYTES, pack, rows_of
+from verify_kernels.cute.moe.run import HALF, MOST_COLUMNS, choose, experts, other_bytes, stage_bytes, stages
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
 from verify_kernels.errors import KernelError
 from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
@@ -25,7 +25,6 @@ from verify_kernels.reference.moe import moe_experts, moe_route
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
 
 REGISTERS = 64 * 1024  # of an SM
-THREADS = 288
 
 
 # ------------------------------------------------------------------------------------------------------- the plan
@@ -36,19 +35,19 @@ THREADS = 288
     down=st.booleans(),
     row_tiles=st.integers(1, 20),
     k_tiles=st.integers(1, 40),
-    active=st.integers(1, 30),
+    entries=st.integers(1, 30),
     units=st.sampled_from([1, 2, 7, 132, 264]),
 )
-def test_every_tile_of_every_picked_expert_once(down, row_tiles, k_tiles, active, units) -> None:
-    rows, depth, share = line(down, row_tiles, k_tiles, active, units)
-    assert rows * depth == row_tiles * k_tiles * active and share * units >= rows * depth
+def test_every_tile_of_every_entry_once(down, row_tiles, k_tiles, entries, units) -> None:
+    rows, depth, share = line(down, row_tiles, k_tiles, entries, units)
+    assert rows * depth == row_tiles * k_tiles * entries and share * units >= rows * depth
     seen, begun, slots = [], set(), set()
     for unit in range(units):
         begin, end = unit * share, min((unit + 1) * share, rows * depth)
         for n in range(begin // depth, -(-end // depth)):
             first, last = max(begin, n * depth), min(end, (n + 1) * depth)
             assert first < last
-            seen += [expert_of(down, tile, row_tiles, k_tiles, active) for tile in range(first, last)]
+            seen += [expert_of(down, tile, row_tiles, k_tiles, entries) for tile in range(first, last)]
             among = contributors(n, depth, share)
             assert among[0] <= unit <= among[1] < units
             if last - first < depth:
@@ -61,26 +60,31 @@ def test_every_tile_of_every_picked_expert_once(down, row_tiles, k_tiles, active
             else:
                 assert among == (unit, unit)
     assert len(seen) == len(set(seen)) == rows * depth
-    assert {which for which, _, _ in seen} == set(range(active))
+    assert {which for which, _, _ in seen} == set(range(entries))
     order = [(r, a, k) if down else (a, r, k) for a, r, k in seen]
     assert order == sorted(order)
 
 
-def sorted_picks(ids: np.ndarray, num_experts: int) -> tuple[list[int], dict[int, list[int]]]:
-    """(the picked experts in order, the pairs of each by token), as `Experts.sort` leaves them."""
+def sorted_picks(ids: np.ndarray, columns: int) -> tuple[list[tuple[int, list[int]]], list[int]]:
+    """(entries: an expert and up to `columns` of its pairs, in order; all pairs by expert, then by token), as `Experts.sort`
+    leaves them."""
     pairs: dict[int, list[int]] = {}
     for pair, e in enumerate(ids.ravel().tolist()):
         pairs.setdefault(e, []).append(pair)
-    return sorted(pairs), pairs
+    entries = [(e, pairs[e][i : i + columns]) for e in sorted(pairs) for i in range(0, len(pairs[e]), columns)]
+    return entries, [pair for _, some in entries for pair in some]
 
 
-def run_all_units(down: bool, x, w, ids, weights, units: int, rows: int, tile_k: int) -> np.ndarray:
+def run_all_units(
+    down: bool, x, w, ids, weights, units: int, rows: int, tile_k: int, most_columns: int
+) -> np.ndarray:
     """What all CTAs of one launch do, in float64: tiles of `rows` x `tile_k`, sums over units in their order."""
-    num_experts, height, depth = w.shape
+    _, height, depth = w.shape
     tokens, top_k = ids.shape
-    active, pairs = sorted_picks(ids, num_experts)
+    entries, order = sorted_picks(ids, most_columns)
+    places = {pair: place for place, pair in enumerate(order)}
     tiles = -(-height // rows), -(-depth // tile_k)
-    row_tiles, k_tiles, share = line(down, *tiles, len(active), units)
+    row_tiles, k_tiles, share = line(down, *tiles, len(entries), units)
     out = np.full((tokens, height) if down else (tokens * top_k, height // 2), np.nan)
     parts: dict[int, list[np.ndarray]] = {}
     for unit in range(units):
@@ -88,29 +92,31 @@ def run_all_units(down: bool, x, w, ids, weights, units: int, rows: int, tile_k:
         for n in range(begin // k_tiles, -(-end // k_tiles)):
             total = 0.0
             for tile in range(max(begin, n * k_tiles), min(end, (n + 1) * k_tiles)):
-                which, r, k = expert_of(down, tile, *tiles, len(active))
-                e = active[which]
-                columns = np.zeros((tokens, depth))
-                for place, pair in enumerate(pairs[e]):
-                    columns[pair // top_k if down else place] = x[pair if down else pair // top_k]
+                which, r, k = expert_of(down, tile, *tiles, len(entries))
+                e, pairs = entries[which]
                 matrix = w[e][r * rows : (r + 1) * rows]
                 if not down:  # 8 rows of gate, 8 of up
-                    order = np.stack([half.reshape(-1, 8) for half in np.arange(height).reshape(2, -1)], 1).ravel()
-                    matrix = w[e][order[r * rows : (r + 1) * rows]]
+                    turns = np.stack([half.reshape(-1, 8) for half in np.arange(height).reshape(2, -1)], 1).ravel()
+                    matrix = w[e][turns[r * rows : (r + 1) * rows]]
                 inside = slice(k * tile_k, (k + 1) * tile_k)
-                total = total + columns[:, inside] @ matrix[:, inside].T
+                columns = x[[places[p] if down else p // top_k for p in pairs]]
+                product = columns[:, inside] @ matrix[:, inside].T
+                if down:  # to the tokens' sums
+                    product, own = np.zeros((tokens, product.shape[1])), product
+                    product[[p // top_k for p in pairs]] = own
+                total = total + product
             parts.setdefault(n, []).append(total)
     for n, found in parts.items():
         sums = sum(found)  # [columns, rows]
         if down:
             out[:, n * rows : n * rows + sums.shape[1]] = sums
             continue
-        e, r = active[n // tiles[0]], n % tiles[0]
-        gate, up = sums.reshape(tokens, -1, 2, 8).transpose(2, 0, 1, 3).reshape(2, tokens, -1)
+        (_, pairs), r = entries[n // tiles[0]], n % tiles[0]
+        gate, up = sums.reshape(len(pairs), -1, 2, 8).transpose(2, 0, 1, 3).reshape(2, len(pairs), -1)
         value = gate / (1 + np.exp(-gate)) * up
-        for place, pair in enumerate(pairs[e]):
+        for column, pair in enumerate(pairs):
             channel = r * rows // 2
-            out[pair, channel : channel + value.shape[1]] = value[place] * weights.ravel()[pair]
+            out[places[pair], channel : channel + value.shape[1]] = value[column] * weights.ravel()[pair]
     return out
 
 
@@ -123,9 +129,12 @@ def run_all_units(down: bool, x, w, ids, weights, units: int, rows: int, tile_k:
     hidden=st.sampled_from([16, 40]),
     units=st.sampled_from([1, 3, 20, 132]),
     kind=st.sampled_from(["random", "all to the same", "ties"]),
+    columns=st.sampled_from([2, 4, 32]),
     seed=st.integers(0, 1000),
 )
-def test_both_launches_give_the_reference(tokens, top_k, num_experts, inner, hidden, units, kind, seed) -> None:
+def test_both_launches_give_the_reference(
+    tokens, top_k, num_experts, inner, hidden, units, kind, columns, seed
+) -> None:
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(tokens, num_experts, generator=g, dtype=torch.float64)
     if kind == "all to the same":
@@ -138,9 +147,21 @@ def test_both_launches_give_the_reference(tokens, top_k, num_experts, inner, hid
     down = torch.randn(num_experts, hidden, inner, generator=g, dtype=torch.float64)
     want = moe_experts(x, gate_up, down, weights, ids)
     arrays = [t.numpy() for t in (x, gate_up, down, weights, ids)]
-    between = run_all_units(False, arrays[0], arrays[1], arrays[4], arrays[3], units, 32, 16)
-    found = run_all_units(True, between, arrays[2], arrays[4], None, units, 16, 16)
+    between = run_all_units(False, arrays[0], arrays[1], arrays[4], arrays[3], units, 32, 16, columns)
+    found = run_all_units(True, between, arrays[2], arrays[4], None, units, 16, 32, columns)
     torch.testing.assert_close(torch.from_numpy(found), want, rtol=1e-10, atol=1e-10)
+
+
+@needs_dsl
+@pytest.mark.parametrize("down", [False, True])
+def test_the_warps_that_fill_the_ring_walk_the_line(down) -> None:
+    """The kernel's own function, on the CPU."""
+    from tests.verify_kernels.cute.moe_on_cpu import walk
+
+    for row_tiles, k_tiles, entries in ((3, 4, 5), (1, 1, 1), (2, 1, 3), (1, 6, 2)):
+        count = row_tiles * k_tiles * entries
+        want = [expert_of(down, tile, row_tiles, k_tiles, entries) for tile in range(count)]
+        assert walk(down, row_tiles, k_tiles, entries, count).tolist() == [list(place) for place in want]
 
 
 @needs_dsl
@@ -183,33 +204,36 @@ def test_threads_find_their_values_in_packed_tiles(kind: str, gate_up: bool, n: 
     want = quantized.dequantize(torch.float64).numpy()
     if gate_up:
         want = np.stack([half.reshape(2, -1, 8, k) for half in np.split(want, 2, axis=1)], 2).reshape(2, n, k)
-    packed = pack(quantized, gate_up)
-    assert packed.shape == (2, -(-n // 128), -(-k // 128), BYTES[kind]) and BYTES[kind] % 16 == 0
-    padded = np.zeros((2, 128 * packed.shape[1], 128 * packed.shape[2]))
+    packed, rows = pack(quantized, gate_up), rows_of(gate_up)
+    size = PART_BYTES[kind]
+    assert packed.shape == (2, -(-n // rows), -(-k // 128), size * rows // 64) and size % 16 == 0
+    padded = np.zeros((2, rows * packed.shape[1], 128 * packed.shape[2]))
     padded[:, :n, :k] = want
 
     for e, r, c in itertools.product(*map(range, packed.shape[:3])):
-        tile = words(packed[e, r, c].numpy())
-        shifted = bf16(pairs_of_words(tile, kind))  # [words, pairs, 2]
-        factors = bf16(factors_of_words(tile))[..., 0]
-        found = np.full((128, 128), np.nan)
-        for group, thread in itertools.product(range(2), range(128)):
-            warp, lane = divmod(thread, 32)
-            row, column = 64 * group + 16 * warp + lane // 4, lane % 4 * 2
-            for step in range(8):
-                if kind == "mxfp4":
-                    own = 1088 * group + step // 4 * 512 + 4 * thread + step % 4
-                    place = 1088 * group + 1024 + (warp * 8 + lane // 4) * 2 + step // 4
-                    pairs, scales = shifted[own], factors[place, step % 4 // 2 * 2 :]
-                    values = [pairs[j] * scales[j % 2] * 2.0**64 for j in range(4)]
-                else:
-                    at = 2048 * group + step // 2 * 512 + 4 * thread + step % 2 * 2
-                    scales = tile[4096 + 2 * group : 4098 + 2 * group].view(np.float32).astype(np.float64)
-                    pairs = shifted[at : at + 2].reshape(4, 2)
-                    values = [pairs[j] * 2.0**120 * scales[j % 2] for j in range(4)]
-                for j, pair in enumerate(values):
-                    found[row + j % 2 * 8, 16 * step + column + j // 2 * 8 :][:2] = pair
-        assert np.array_equal(found, padded[e, 128 * r : 128 * r + 128, 128 * c : 128 * c + 128])
+        for part in range(rows // 64):
+            tile = words(packed[e, r, c, part * size : (part + 1) * size].numpy())
+            shifted = bf16(pairs_of_words(tile, kind))  # [words, pairs, 2]
+            factors = bf16(factors_of_words(tile))[..., 0]
+            found = np.full((64, 128), np.nan)
+            for thread in range(128):
+                warp, lane = divmod(thread, 32)
+                row, column = 16 * warp + lane // 4, lane % 4 * 2
+                for step in range(8):
+                    if kind == "mxfp4":
+                        own = step // 4 * 512 + 4 * thread + step % 4
+                        place = 1024 + (warp * 8 + lane // 4) * 2 + step // 4
+                        pairs, scales = shifted[own], factors[place, step % 4 // 2 * 2 :]
+                        values = [pairs[j] * scales[j % 2] * 2.0**64 for j in range(4)]
+                    else:
+                        at = step // 2 * 512 + 4 * thread + step % 2 * 2
+                        scales = tile[2048:2050].view(np.float32).astype(np.float64)
+                        pairs = shifted[at : at + 2].reshape(4, 2)
+                        values = [pairs[j] * 2.0**120 * scales[j % 2] for j in range(4)]
+                    for j, pair in enumerate(values):
+                        found[row + j % 2 * 8, 16 * step + column + j // 2 * 8 :][:2] = pair
+            start = rows * r + 64 * part
+            assert np.array_equal(found, padded[e, start : start + 64, 128 * c : 128 * c + 128])
 
 
 def test_products_that_come_out_of_the_shifts_are_exact_bf16() -> None:
@@ -245,27 +269,29 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path) -> No
     spills = re.findall(r"(\d+) bytes spill", remarks)
     assert spills and all(int(n) == 0 for n in spills), remarks
     assert "wgmma.mma_async instructions are serialized" not in remarks
-    # Both kernels' CTAs are on an SM at once (64 columns of packed weights take too many); registers of a warp come in lots
-    # of 256.
+    # Two CTAs of either kernel are on an SM at once; registers of a warp come in lots of 256.
     (registers,) = map(int, re.findall(r"Used (\d+) registers", remarks))
-    if variant.kind == "plain" or variant.tokens < 64:
-        assert -(-registers // 8) * 8 <= (128 if variant.down else 96)
-        assert (128 + 96) * THREADS <= REGISTERS
+    gather = not variant.down and variant.tokens > 8
+    threads = 320 if gather else 288
+    assert 2 * -(-registers // 8) * 8 * threads <= REGISTERS
 
     (ptx,) = tmp_path.glob("*.ptx")
     text = ptx.read_text()
+    plain, most = variant.kind == "plain", min(variant.tokens, MOST_COLUMNS)
     product = r"wgmma\.mma_async\.sync\.aligned\.m64n%dk16\.f32\.bf16\.bf16 \{[^}]*\}, "
-    narrow = variant.kind != "plain" and not variant.down and variant.tokens > 8
-    for columns in {variant.tokens, 8} if narrow else {variant.tokens}:
-        assert len(re.findall(product % columns, text)) == (4 if variant.kind == "plain" else 8)
-        from_registers = re.findall((product + r"\{") % columns, text)
-        assert len(from_registers) == (0 if variant.kind == "plain" else 8)
-    pieces = variant.tokens // 4 * (1 if variant.kind == "plain" else 2)
+    for columns in (8, 16, 32, 64):  # an entry is multiplied with as few as hold it
+        steps = 0 if columns > most else 4 if plain else 8
+        assert len(re.findall(product % columns, text)) == steps
+        assert len(re.findall((product + r"\{") % columns, text)) == (0 if plain else steps)
+    pieces = most // 4 * (1 if plain else 2) if gather else 0
     assert len(re.findall(r"cp\.async\.cg\.shared\.global", text)) == pieces
-    if variant.kind == "plain":  # gate and up in one box, in turns of 8 rows
-        assert set(re.findall(r"cp\.async\.bulk\.tensor\.(\dd)", text)) == {"3d" if variant.down else "5d"}
+    boxes = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", text)
+    if plain:  # gate and up in one box, in turns of 8 rows; down asks in two places, ahead and in turn
+        assert boxes.count("3" if variant.down else "5") == (2 if variant.down else 1)
     else:
-        assert f"], {BYTES[variant.kind]}, [" in text and "cp.async.bulk.tensor" not in text
+        assert f"], {PART_BYTES[variant.kind] * (1 if variant.down else 2)}, [" in text
+    depth = 1 if plain else 2
+    assert boxes.count("2") == (0 if gather else most // 8 * depth if variant.down else depth)
     # The first waits for what it reads before all else, and lets the second start; the second asks for weights before it
     # waits.
     before, waits, _ = text.partition("griddepcontrol.wait")
@@ -274,14 +300,13 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path) -> No
     assert text.count("griddepcontrol.launch_dependents") == 1
 
 
-def test_rings_of_two_kernels_fit_into_shared_memory() -> None:
-    for tokens in (8, 16, 32, 64):
+def test_rings_of_two_ctas_fit_into_shared_memory() -> None:
+    for tokens, down in itertools.product((8, 16, 32, 64), (False, True)):
         for num_experts, top_k in ((1, 1), (8, 2), (128, 8), (256, 8), (896, 16), (1024, 32)):
-            pairs = tokens * top_k
-            lists = 4 * (num_experts * (-(-tokens // 32) + 1) + min(num_experts, pairs) + 1 + pairs)
-            for kind in ("plain", *BYTES):
-                n = stages(tokens, num_experts, top_k, kind)
-                assert n >= 2 and lists + 16 * n + 1024 + n * stage_bytes(tokens, kind) <= HALF
+            for kind in ("plain", *PART_BYTES):
+                n = stages(tokens, num_experts, top_k, down, kind)
+                stage = stage_bytes(tokens, kind, down)
+                assert n >= 2 and other_bytes(tokens, num_experts, top_k, down) + 16 * n + 1024 + n * stage <= HALF
 
 
 def test_choice_and_errors() -> None:

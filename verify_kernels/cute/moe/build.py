@@ -10,7 +10,7 @@ import cutlass.cute as cute
 
 from verify_kernels.cute.fake import DTYPES, compact, f32, i32, i64, size, stream, stride, strided
 from verify_kernels.cute.moe.kernel import Experts
-from verify_kernels.cute.moe.pack import BYTES
+from verify_kernels.cute.moe.pack import PART_BYTES
 from verify_kernels.cute.variants import ExpertsVariant
 
 
@@ -18,15 +18,16 @@ def compiled(variant: ExpertsVariant, options: str) -> Any:
     """The DSL's compiled function of a variant."""
     constants = dataclasses.asdict(variant)
     dtype = DTYPES[constants.pop("dtype")]
+    kernel = Experts(dtype, **constants)
     tokens, inner, picks = size(), size(divisibility=8), variant.top_k
     if variant.kind == "plain":
         stacked = strided(dtype, (variant.experts, size(), inner), (stride(8), stride(8), 1), assumed_align=16)
     else:
-        tile = BYTES[variant.kind]
+        tile = PART_BYTES[variant.kind] * (1 if variant.down else 2)
         shape = (variant.experts, size(), size(), tile)
         stacked = strided(cutlass.Uint8, shape, (stride(16), stride(16), tile, 1), assumed_align=16)
     return cute.compile(
-        Experts(dtype, **constants),
+        kernel,
         strided(dtype, (size(), inner), (stride(8), 1), assumed_align=16),
         stacked,
         strided(i64, (tokens, picks), (size(), 1), assumed_align=8),

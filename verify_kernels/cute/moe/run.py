@@ -8,30 +8,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verify_kernels.cute.moe.pack import BYTES, TILE
+from verify_kernels.cute.moe.pack import PART_BYTES
 from verify_kernels.cute.variants import ExpertsVariant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]
 
 MAX_TOKENS = 64
-ROWS, TILE_K = 128, 64  # of a tile of weights of 16 bits; packed ones are twice as deep
+MOST_COLUMNS = 32
 HALF = 112 * 1024
-"""Shared memory for each of two kernels on an SM: the second fills its ring while the first still runs."""
-MOST_STAGES = 8
+"""Shared memory for each of two CTAs on an SM."""
+MOST_STAGES = 16
 
 
-def stage_bytes(tokens: int, kind: str) -> int:
-    """A tile of weights and the rows that go with it."""
-    weights, depth = (ROWS * TILE_K * 2, TILE_K) if kind == "plain" else (-(-BYTES[kind] // 128) * 128, TILE)
-    return weights + tokens * depth * 2
+def stage_bytes(tokens: int, kind: str, down: bool) -> int:
+    """A tile of weights, 64 columns of plain ones and 128 of packed ones, and the rows that go with it."""
+    depth = 64 if kind == "plain" else 128
+    parts = 1 if down else 2
+    weights = 64 * parts * depth * 2 if kind == "plain" else -(-parts * PART_BYTES[kind] // 128) * 128
+    return weights + min(tokens, MOST_COLUMNS) * depth * 2
 
 
-def stages(tokens: int, experts: int, top_k: int, kind: str = "plain") -> int:
-    """Tiles in flight that fit into half of an SM's shared memory beside the lists of picks."""
+def other_bytes(tokens: int, experts: int, top_k: int, down: bool) -> int:
+    """The lists of picks; for down a row tile's sums."""
     pairs = tokens * top_k
-    lists = 4 * (experts * (-(-tokens // 32) + 1) + min(experts, pairs) + 1 + pairs)
-    return min(MOST_STAGES, (HALF - lists - 2048) // stage_bytes(tokens, kind))
+    entries = min(experts, pairs) + (pairs // MOST_COLUMNS if tokens > MOST_COLUMNS else 0)
+    lists = 4 * (experts * (-(-tokens // 32) + 1) + 2 * entries + 1 + pairs * (1 if down else 2))
+    return lists + (2 * 64 * tokens * 4 if down else 0)
+
+
+def stages(tokens: int, experts: int, top_k: int, down: bool, kind: str = "plain", memory: int = HALF) -> int:
+    """Tiles in flight that fit beside all else."""
+    left = memory - other_bytes(tokens, experts, top_k, down) - 2048
+    return min(MOST_STAGES, left // stage_bytes(tokens, kind, down))
 
 
 def choose(
@@ -47,9 +56,12 @@ def choose(
     if not (1 <= top_k <= min(experts, 32) and experts <= 1024):
         raise KernelError(f"experts: found {top_k} of {experts}, allowed: 1 to 32 of up to 1024, {INSTEAD}")
     padded = max(8, 1 << (tokens - 1).bit_length())
-    name, depth = str(dtype).removeprefix("torch."), stages(padded, experts, top_k, kind)
-    first, second = (ExpertsVariant(name, padded, experts, top_k, depth, down, kind) for down in (False, True))
-    return first, second
+    name = str(dtype).removeprefix("torch.")
+
+    def variant(down: bool) -> ExpertsVariant:
+        return ExpertsVariant(name, padded, experts, top_k, stages(padded, experts, top_k, down, kind), down, kind)
+
+    return variant(False), variant(True)
 
 
 @functools.cache
@@ -60,8 +72,8 @@ def _multiprocessors(device: torch.device) -> int:
 @functools.cache
 def _workspace(device: torch.device, units: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Partial sums, and counters that every call leaves at zero; calls on one stream share them."""
-    partial = torch.empty(2 * units, ROWS // 64, tokens // 8, 128, 4, dtype=torch.float32, device=device)
-    return partial, torch.zeros(units * (ROWS // 64), dtype=torch.int32, device=device)
+    partial = torch.empty(2 * units, 2, tokens // 8, 128, 4, dtype=torch.float32, device=device)
+    return partial, torch.zeros(8 * units, dtype=torch.int32, device=device)
 
 
 def experts(
@@ -80,7 +92,8 @@ def experts(
     one capture serves any picks. A token's k picks differ. H and I are multiples of 8, T at most the variants' tokens.
     Quantised experts come as `pack.pack` makes them; I is then that of `between`, which must be given.
 
-    units: CTAs, by default one for each multiprocessor. between [T * k, I]: what the first kernel leaves to the second.
+    units: CTAs, by default two for each multiprocessor. between [T * k, I]: what the first kernel leaves to the second, the
+    pairs of tokens and picks by expert, then by token.
     The second kernel reads its weights before the first is done: no earlier kernel of the stream may write them.
     """
     tokens, top_k = ids.shape
@@ -93,8 +106,9 @@ def experts(
             f"experts: found hidden size {hidden} with {gate_up.shape[1]} and {inner} channels, allowed: multiples of 8, "
             "gate and up as many as down"
         )
-    partial, counters = _workspace(x.device, max(units or 0, _multiprocessors(x.device)), variant.tokens)
-    units = units or _multiprocessors(x.device)
+    usual = 2 * _multiprocessors(x.device)
+    partial, counters = _workspace(x.device, max(units or 0, usual), variant.tokens)
+    units = units or usual
     if between is None:
         between = x.new_empty(tokens * top_k, inner)
     kernels[0](x, gate_up, ids, weights, between, partial, counters, units)
