@@ -16,6 +16,8 @@ from torch import Tensor
 
 from drafters.suffix import Continuations
 from drafters.tree import DraftTree
+from verify_kernels import ops
+from verify_kernels.reference.growth import Nodes
 
 Carry = tuple[Tensor, ...]
 Children = Callable[[int, Tensor, Carry], tuple[Tensor, Tensor, Tensor | None, Carry]]
@@ -59,56 +61,29 @@ def grow(
     tree is the best among the nodes that were looked at, and the best of all where width is no limit.
     """
     r, device = roots.shape[0], roots.device
-    tokens, scores = roots[:, None], torch.zeros(r, 1, device=device)
+    most = 1 if chain else num_nodes - 1  # nodes of one level
+    nodes = Nodes.room(roots, 1 + depth * most)
     carry: Carry = ()
     on = None if repeats is None else torch.ones(r, 1, repeats.matched.shape[1], dtype=torch.bool, device=device)
-    all_tokens, all_scores, all_steps = [tokens], [scores], [torch.ones_like(scores)]
-    all_parents = [torch.full_like(tokens, -1)]
-    base = 0  # number of the level's first node
+    first, count, total = 0, 1, 1  # the level's first column, its nodes that get children, all columns so far
     for k in range(depth):
-        candidates, logits, sure, carry = children(k, tokens, carry)
-        q = _confident(logits, scores, sure, confidence, stop_below)
+        level = slice(first, first + count)
+        candidates, logits, sure, carry = children(k, nodes.tokens[:, level], carry)
+        plain = repeats is None and (sure is None or confidence == "off")
+        q = logits if plain else _confident(logits, nodes.scores[:, level], sure, confidence, stop_below)
         if repeats is not None:
             candidates, q = _mixed(candidates, q, on, repeats, k)
-        steps = q.log()
-        below = (scores[:, :, None] + steps).masked_fill((k >= max_drafts)[:, None, None], float("-inf"))
-        options = below.shape[2]
-        keep = 1 if chain else min(num_nodes - 1, below[0].numel())
-        scores, where = below.flatten(1).topk(keep, dim=1)
-        parent = where // options
-        tokens = candidates.expand(-1, below.shape[1], -1).flatten(1).gather(1, where)
-        all_tokens.append(tokens)
-        all_scores.append(scores)
-        all_steps.append(sure if chain and sure is not None else q.flatten(1).gather(1, where))
-        all_parents.append(base + parent)
-        base = base + all_tokens[-2].shape[1]
-        tokens, scores, parent = tokens[:, :width], scores[:, :width], parent[:, :width]
+        keep = min(most, q.shape[1] * q.shape[2])
+        parent = ops.grow_level(nodes, q, candidates, max_drafts, k, first, total, keep, plain)
+        if chain and sure is not None:
+            nodes.steps[:, total : total + 1] = sure
+        first, count, total = total, keep if width is None else min(keep, width), total + keep
+        parent = parent[:, :count]
         carry = tuple(_of(x, parent) for x in carry)
         if repeats is not None:
-            on = _of(on, parent) & (repeats.tokens[:, None, :, k] == tokens[..., None])
-    score, parents = torch.cat(all_scores, 1), torch.cat(all_parents, 1)
-    total = score.shape[1]
-    size = min(num_nodes, total)
-    # Stable, so that a parent comes before a child of equal score.
-    best, order = score.sort(dim=1, descending=True, stable=True)
-    chosen = torch.where(best[:, :size] > float("-inf"), order[:, :size], total).sort(dim=1).values
-    real = chosen < total
-    index = torch.zeros(r, total + 1, dtype=torch.int64, device=device)
-    index.scatter_(1, chosen, torch.arange(size, device=device).expand(r, -1))
-    chosen = chosen.clamp(max=total - 1)
-
-    def pick(x: list[Tensor]) -> Tensor:
-        return torch.cat(x, 1).gather(1, chosen)
-
-    above = parents.gather(1, chosen)
-    return DraftTree(
-        tokens=pick(all_tokens).masked_fill(~real, -1),
-        parents=index.gather(1, above.clamp(min=0)).masked_fill(~real | (above < 0), -1),
-        num_nodes=real.sum(1),
-        depth=depth,
-        is_chain=chain,
-        confidence=pick(all_steps),
-    )
+            on = _of(on, parent) & (repeats.tokens[:, None, :, k] == nodes.tokens[:, first : first + count, None])
+    tokens, parents, number, steps = ops.best_tree(nodes, total, min(num_nodes, total))
+    return DraftTree(tokens, parents, number, depth, chain, confidence=steps)
 
 
 def _of(x: Tensor, parent: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verify_kernels.reference import attention, drafting, elementwise, latent, latent_moe, linear as _linear, moe
+from verify_kernels.reference import attention, drafting, elementwise, growth, latent, latent_moe, linear as _linear, moe
 from verify_kernels.reference import recurrence, trees
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
@@ -56,6 +56,9 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "append_context": drafting.append_context,
     "top": drafting.top,
     "draft_chain": drafting.draft_chain,
+    "candidate_logits": growth.candidate_logits,
+    "grow_level": growth.grow_level,
+    "best_tree": growth.best_tree,
     "tree_masks": trees.tree_masks,
     "prune_tree": trees.prune_tree,
     "place_tree": trees.place_tree,
@@ -152,6 +155,9 @@ gated_rms_norm = _op("gated_rms_norm")
 append_context = _op("append_context")
 top = _op("top")
 draft_chain = _op("draft_chain")
+candidate_logits = _op("candidate_logits")
+grow_level = _op("grow_level")
+best_tree = _op("best_tree")
 tree_masks = _op("tree_masks")
 prune_tree = _op("prune_tree")
 place_tree = _op("place_tree")

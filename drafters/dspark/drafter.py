@@ -175,23 +175,24 @@ class BlockDrafter:
 
     def _head(
         self, k: int, hidden: Tensor, tokens: Tensor, carry: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The sequential heads at draft k. hidden [R, d], tokens [R, W] -> (z [R, W, r], confidence [R, W] float32,
-        carry [R, W, r]), each None where there is none."""
-        network, (r, w) = self.network, tokens.shape
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The Markov head at draft k. hidden [R, d], tokens [R, W] -> (z [R, W, r], carry [R, W, r]), None where there is
+        none."""
+        markov, (r, w) = self.network.markov, tokens.shape
+        if markov is None:
+            return None, None
         each = hidden[:, None].expand(-1, w, -1).flatten(0, 1)
-        e = z = sure = None
-        if network.markov is not None:
-            e = network.markov.embed(tokens.flatten())
-            z, carry = network.markov(e, each, None if carry is None else carry.flatten(0, 1))
-            z = z.view(r, w, -1)
-            carry = None if carry is None else carry.view(r, w, -1)
-        if network.confidence is not None:
-            sure = network.confidence(each, e)
-            if self.temperatures:
-                sure = sure / self.temperatures[k]
-            sure = sure.sigmoid().view(r, w)
-        return z, sure, carry
+        z, carry = markov(markov.embed(tokens.flatten()), each, None if carry is None else carry.flatten(0, 1))
+        return z.view(r, w, -1), None if carry is None else carry.view(r, w, -1)
+
+    def _sure(self, k: int, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The confidence head at draft k, under tokens [R, W] -> [R, W] float32."""
+        network = self.network
+        e = None if network.markov is None else network.markov.embed(tokens.flatten())
+        sure = network.confidence(hidden[:, None].expand(-1, tokens.shape[1], -1).flatten(0, 1), e)
+        if self.temperatures:
+            sure = sure / self.temperatures[k]
+        return sure.sigmoid().view(tokens.shape)
 
     def _best(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The `count` best draft ids of each slot: hidden [R, K, d] -> (logits [R, K, M] float32, ids [R, K, M])."""
@@ -222,18 +223,21 @@ class BlockDrafter:
         if spec.is_chain and network.markov is None:
             count = 1
         best, ids = self._best(hidden, count)
-        targets = network.to_target(ids)
-        rows = None
-        if network.markov is not None:
-            rows = ops.embedding(ids.flatten(), network.markov.w2).view(*ids.shape, -1).float()
-        temperature = torch.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+        targets, markov = network.to_target(ids), network.markov
 
         def children(k: int, tokens: Tensor, carry: Carry) -> tuple[Tensor, Tensor, Tensor | None, Carry]:
-            z, sure, state = self._head(k, hidden[:, k], tokens, *(carry or (None,)))
-            logits = best[:, k, None].expand(-1, tokens.shape[1], -1)
-            if z is not None:
-                logits = logits + z.float() @ rows[:, k].transpose(1, 2)
-            return targets[:, k, None], logits / temperature, sure, () if state is None else (state,)
+            if markov is None:
+                temperature = torch.where(state.temperature > 0, state.temperature, 1.0)[:, None, None]
+                logits = (best[:, k, None] / temperature).expand(-1, tokens.shape[1], -1)
+            else:
+                table, rows = markov.w1, tokens
+                if markov.kind != "vanilla":
+                    z, after = self._head(k, hidden[:, k], tokens, *(carry or (None,)))
+                    carry = () if after is None else (after,)
+                    table, rows = z.flatten(0, 1), torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+                logits = ops.candidate_logits(best[:, k], ids[:, k], markov.w2, table, rows, state.temperature)
+            sure = self._sure(k, hidden[:, k], tokens) if self.confidence != "off" else None
+            return targets[:, k, None], logits, sure, carry
 
         return children
 
@@ -262,12 +266,13 @@ class BlockDrafter:
         if network.confidence is not None:
             sure = torch.ones(placed.shape, device=placed.device)
         for k, (first, last, below) in enumerate(levels(spec)):
-            z, c, carry = self._head(k, hidden[:, k], placed[:, first:last], carries)
+            z, carry = self._head(k, hidden[:, k], placed[:, first:last], carries)
             logits = base[:, k, None].expand(-1, last - first, -1)
             if z is not None:
                 logits = logits + ops.logits(z.flatten(0, 1), network.markov.w2).view_as(logits)
             most = max(spec.ranks[child] for child in below) + 1
             ids, probs[:, first:last] = draw(network.spread(logits), state, first, most)
+            c = None if sure is None else self._sure(k, hidden[:, k], placed[:, first:last])
             for child in below:
                 placed[:, child] = ids[:, spec.parents[child] - first, spec.ranks[child]]
                 if sure is not None:

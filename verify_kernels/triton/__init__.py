@@ -12,7 +12,7 @@ from typing import Any
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Operation name -> implementation."""
-    from verify_kernels.triton import drafting, trees
+    from verify_kernels.triton import drafting, growth, trees
 
-    modules = (drafting, trees)
+    modules = (drafting, growth, trees)
     return {name: getattr(module, name) for module in modules for name in module.__all__}
