@@ -47,6 +47,7 @@ EDGES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64)  # tokens of an expert: pro
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "two": {},  # what `run.choose` gives: two CTAs on a multiprocessor, each with half of its memory
+    "half": {"units": 1},  # one, so that the next kernel's CTA is there beside it
     "one": {"units": 1, "memory": 224 * 1024},
     "two no pdl": {"pdl": False},
 }
@@ -100,7 +101,7 @@ def jobs(cases: int) -> list[Job]:
     kinds += [("two", t, *SMALL[1], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
     kinds += [("two", t, e, k, "plain") for e, k in SMALL[3:] for t in (8, 64)]
     kinds += [("two", t, *LAYER[:2], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
-    kinds += [(c, t, *LAYER[:2], "plain") for c in CONFIGS if c != "two" for t in (8, 64)]
+    kinds += [(c, t, *LAYER[:2], "plain") for c in CONFIGS if c not in ("two", "half") for t in (8, 64)]
 
     def check(at: int, seeds: range) -> Job:
         names = ("config", "tokens", "experts", "top_k", "kind")
@@ -112,7 +113,11 @@ def jobs(cases: int) -> list[Job]:
     found += [{"job": "peer", "config": "triton", "tokens": t, "kind": "fp8"} for t in TOKENS]
     found += [{"job": "k3", "config": "two", "tokens": t, "kind": "mxfp4"} for t in K3_TOKENS]
     found += [{"job": "time", "config": c, "tokens": t} for t in TOKENS for c in CONFIGS if c != "two"]
-    found += [{"job": "time", "config": "one", "tokens": t, "kind": kind} for kind in KINDS[1:] for t in (8, 64)]
+    found += [
+        {"job": "time", "config": c, "tokens": t, "kind": kind}
+        for kind in KINDS[1:]
+        for c, t in (("one", 8), ("one", 64), ("half", 1), ("half", 8), ("half", 64))
+    ]
     found += [{"job": "split", "config": "two", "tokens": t, "kind": kind} for kind in KINDS for t in (1, 8, 64)]
     found += [{"job": "peer", "config": p, "tokens": t} for p in PEERS[1:] for t in TOKENS]
     found += [{"job": "peer", "config": "vllm", "tokens": t, "kind": "fp8"} for t in TOKENS]
@@ -210,7 +215,7 @@ class Bench:
 
     def random_packed(self, kind: str, experts: int, hidden: int, inner: int) -> tuple[Any, Any]:
         """Packed weights without the matrices they come from: for times of large layers."""
-        from verify_kernels.cute.moe.pack import PART_BYTES, rows_of
+        from verify_kernels.cute.moe.pack import PART_BYTES, rows_of, scale_bytes
 
         torch = self.torch
         found = []
@@ -221,7 +226,8 @@ class Bench:
                 tiles.bitwise_and_(0xBF)  # no NaN, moderate size
                 tiles[..., -16:] = torch.full((4,), depth**-0.5, device="cuda").view(torch.uint8)
             else:
-                tiles[..., 4096:] = 62 + 127 - round(math.log2(depth) / 2) - 2
+                exponent = 127 - round(math.log2(depth) / 2) - 2
+                tiles[..., 4096:] = scale_bytes(torch.tensor(exponent, dtype=torch.uint8, device="cuda"))
             found.append(tiles.flatten(-2))
         return found[0], found[1]
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 import numpy as np
 from cutlass.cute.runtime import from_dlpack
 
-from verify_kernels.cute.moe.dequantize import e2m1_pairs, e4m3_pairs, mxfp4_factor
+from verify_kernels.cute.moe.dequantize import e2m1_pairs, e4m3_pairs, mxfp4_bytes
 from verify_kernels.cute.moe.kernel import following, tokens_below
 
 
@@ -58,14 +58,14 @@ def pairs_of_words(words: np.ndarray, kind: str) -> np.ndarray:
 
 
 @cute.jit
-def _factors(words: cute.Tensor, out: cute.Tensor) -> None:
+def _bytes(words: cute.Tensor, out: cute.Tensor) -> None:
     for i in range(words.shape[0]):
-        for j in range(4):
-            out[i, j] = mxfp4_factor(words[i], j)
+        out[i, 0], out[i, 1] = mxfp4_bytes(words[i])
 
 
 def factors_of_words(words: np.ndarray) -> np.ndarray:
-    """words of four scales [N] int32 -> [N, 4] int32, pairs of bf16."""
-    found = np.zeros((len(words), 4), np.int32)
-    _factors(from_dlpack(words), from_dlpack(found))
-    return found
+    """words of four scales [N] int32 -> [N, 4] int32, pairs of bf16. Bytes are put together as `prmt` does it."""
+    found = np.zeros((len(words), 2), np.int32)
+    _bytes(from_dlpack(words), from_dlpack(found))
+    low, high = found[:, :1].copy().view(np.uint8), found[:, 1:].copy().view(np.uint8)
+    return np.stack((low, high, low, high), -1).reshape(len(words), 16).view(np.int32)

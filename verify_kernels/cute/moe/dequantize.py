@@ -7,6 +7,7 @@ are, so that a pair is the value times 2^-126 (e2m1) or 2^-120 (e4m3); one multi
 
 from __future__ import annotations
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -44,7 +45,15 @@ def e4m3_factor() -> Int32:
 
 
 @cute.jit
-def mxfp4_factor(scales: Int32, which: Int32) -> Int32:
-    """Byte `which` of a word of scales, as `pack.py` stores them (e8m0 + 62), as a pair of bf16: 2^(e8m0 - 127) * 2^126 /
+def mxfp4_bytes(scales: Int32) -> tuple[Int32, Int32]:
+    """A word of four scales as `pack.py` stores them -> the low and the high bytes of four bf16: 2^(e8m0 - 127) * 2^126 /
     2^MXFP4_SHIFT."""
-    return ((scales >> (8 * which)) & 255) * Int32(0x00800080)
+    return scales & Int32(0x80808080 - (1 << 32)), scales & 0x7F7F7F7F
+
+
+@cute.jit
+def mxfp4_factor(low: Int32, high: Int32, which: cutlass.Constexpr[int]) -> Int32:
+    """The bf16 of byte `which`, as a pair."""
+    order = f"0x{(4 + which) << 4 | which:02x}{(4 + which) << 4 | which:02x}"
+    code = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {order};"
+    return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[low, high])

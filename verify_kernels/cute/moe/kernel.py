@@ -34,7 +34,15 @@ import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from verify_kernels.cute.moe.dequantize import MXFP4_SHIFT, e2m1_pairs, e4m3_factor, e4m3_pairs, multiply, mxfp4_factor
+from verify_kernels.cute.moe.dequantize import (
+    MXFP4_SHIFT,
+    e2m1_pairs,
+    e4m3_factor,
+    e4m3_pairs,
+    multiply,
+    mxfp4_bytes,
+    mxfp4_factor,
+)
 from verify_kernels.cute.moe.pack import PART_BYTES
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
 
@@ -477,8 +485,11 @@ class Experts:
     ) -> None:
         """16-byte pieces of an entry's rows of x; a row's 8 pieces lie where the 128-byte swizzle puts them."""
         lane = cute.arch.lane_idx()
-        rows = cute.make_rmem_tensor(cute.make_layout(self.copies), Int64)  # addresses of this lane's
+        rows = cute.make_rmem_tensor(cute.make_layout(self.copies), Int64)  # addresses of this lane's, one of each four
         rows.fill(0)
+        places = cute.make_rmem_tensor(cute.make_layout(2), Int32)  # of its pieces in the first and second four rows
+        for i in cutlass.range_constexpr(2):
+            places[i] = s_x.iterator.toint() + (4 * i + lane // 8) * 128 + ((lane % 8) ^ (4 * i + lane // 8)) * 16
         columns, at = Int32(0), Int32(-1)
         which, row, k = expert_of(self.down, begin, tiles[0], tiles[1], entries)
         for i in cutlass.range(cutlass.max(end - begin, 0), unroll=1):
@@ -492,18 +503,21 @@ class Experts:
                         t = picks.pairs[place + c] // self.top_k
                         rows[j] = x.iterator.toint() + 2 * (t.to(Int64) * x.stride[0])
             cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
-            for box in cutlass.range_constexpr(self.boxes):
-                column = k * self.tile_k + box * BOX + lane % 8 * 8
-                base = s_x.iterator.toint() + (stage * self.boxes + box) * (self.columns * BOX * 2)
-                size = Int32(16) if column < x.shape[1] else Int32(0)  # zeros past the end
-                for j in cutlass.range_constexpr(self.copies):
-                    c = 4 * j + lane // 8
-                    if c < columns:
-                        to = base + c * 128 + ((lane % 8) ^ (c % 8)) * 16
-                        source = rows[j] + 2 * (column if column < x.shape[1] else Int32(0))
-                        cute.arch.inline_ptx(
-                            "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[to, source, size]
-                        )
+            for w in cutlass.range_constexpr((self.columns // 8).bit_length()):
+                width = 8 << w
+                if (width == 8 or columns > width // 2) and (width == self.columns or columns <= width):
+                    for box in cutlass.range_constexpr(self.boxes):
+                        column = k * self.tile_k + box * BOX + lane % 8 * 8
+                        there = column < x.shape[1]  # zeros past the end
+                        size, offset = Int32(16) if there else Int32(0), 2 * column if there else Int32(0)
+                        for j in cutlass.range_constexpr(width // 4):
+                            if 4 * j + lane // 8 < columns:
+                                past = (box * self.columns + j // 2 * 8) * 128
+                                to = places[j % 2] + stage * (self.boxes * self.columns * 128) + past
+                                cute.arch.inline_ptx(
+                                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                                    read_only_args=[to, rows[j] + offset, size],
+                                )
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
             which, row, k = following(self.down, which, row, k, tiles, entries)
 
@@ -733,11 +747,11 @@ class Experts:
         raw = cute.make_rmem_tensor(cute.make_layout(4), Int32)
         cute.autovec_copy(tile[None, half * 128 + local], raw)
         place = local // 32 * 8 + local % 32 // 4  # two words of scales for each pair of rows
-        scales = tile[place % 2 * 2 + half, 256 + place // 2]
+        low, high = mxfp4_bytes(tile[place % 2 * 2 + half, 256 + place // 2])
         for s in cutlass.range_constexpr(4):
             pairs = e2m1_pairs(raw[s])
             for j in cutlass.range_constexpr(4):  # rows r and r + 8 take turns
-                words[j, 4 * half + s] = multiply(pairs[j], mxfp4_factor(scales, s // 2 * 2 + j % 2))
+                words[j, 4 * half + s] = multiply(pairs[j], mxfp4_factor(low, high, s // 2 * 2 + j % 2))
 
     @cute.jit
     def unpack_fp8(self, words: cute.Tensor, tile: cute.Tensor, half: cutlass.Constexpr[int], local: Int32) -> None:

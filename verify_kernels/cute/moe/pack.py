@@ -30,7 +30,7 @@ def pack(weight: Quantized, gate_up: bool) -> Tensor:
     has 128 rows; else it has 64.
 
     For each 64 rows of a tile, MXFP4: its values, [half of the 8 steps of 16 columns, thread, 4 words], then its scales,
-    [warp, 8 rows, 4 groups of 32 columns, row or row + 8], e8m0 + 62. e4m3: its values, [pair of steps, thread, 4 words], then
+    [warp, 8 rows, 4 groups of 32 columns, row or row + 8], see `scale_bytes`. e4m3: its values, [pair of steps, thread, 4 words], then
     float32 scales of rows r and of rows r + 8, and 8 bytes of nothing. Raises ValueError for what has no such form.
     """
     e, n, k = weight.shape
@@ -73,6 +73,13 @@ def _words(values: Tensor) -> Tensor:
     return ((values[..., None] >> shifts) & 255).to(torch.uint8).flatten(-2)
 
 
+def scale_bytes(e8m0: Tensor) -> Tensor:
+    """Exponents, uint8 up to 192, as the kernels read them: those of bf16 factors (`dequantize.mxfp4_bytes`), each turned right
+    by a bit, so that seven bits are a factor's high byte and one is of its low byte."""
+    factor = e8m0 + 62
+    return (factor >> 1) | (factor << 7)
+
+
 def _mxfp4(weight: Mxfp4, order: Tensor) -> Tensor:
     codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(-2)[:, order]
     if int(weight.scales.max()) > 192:
@@ -88,8 +95,8 @@ def _mxfp4(weight: Mxfp4, order: Tensor) -> Tensor:
     values = _words(words.unflatten(-1, (2, 4)).transpose(-2, -3))  # [E, R, C, half, thread, bytes]
     e, r, c = words.shape[:3]
 
-    scales = weight.scales[:, order] + 62
-    scales = torch.nn.functional.pad(scales, (0, 4 * c - scales.shape[2], 0, PART * r - scales.shape[1]), value=62)
+    scales = weight.scales[:, order]
+    scales = scale_bytes(torch.nn.functional.pad(scales, (0, 4 * c - scales.shape[2], 0, PART * r - scales.shape[1])))
     scales = scales.view(e, r, 4, 2, 8, c, 4).permute(0, 1, 5, 2, 4, 6, 3)  # [E, R, C, warp, r, k group, row half]
     return torch.cat((values.flatten(3), scales.flatten(3)), dim=-1)
 
