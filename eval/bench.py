@@ -22,9 +22,12 @@ from dspark_runtime.prompts import PromptSet, encode, load_prompts, random_ids
 from eval.schema import REAL, BenchConfig, BenchRow, Environment, Pair, Run, Spread, StepMs
 
 if TYPE_CHECKING:
+    from drafters.dspark.config import DrafterConfig
     from drafters.tree import TreeSpec
     from dspark_runtime.engine import Engine
     from dspark_runtime.forced_routing import ForcedRouting
+    from dspark_runtime.models.config import ModelConfig
+    from dspark_runtime.models.kimi_k3 import KimiK3Config
     from dspark_runtime.records import StepRecord
     from dspark_runtime.scheduling.scheduler import Scheduler
     from dspark_runtime.synthetic import SyntheticLaw
@@ -199,24 +202,40 @@ def make_drafter(name: str, target: Target, config: BenchConfig) -> object | Non
 
 
 def dummy_drafter(name: str, target: Target, config: BenchConfig) -> object:
-    """A drafter of configs/models with seeded random weights, around the target. What its file leaves open is the
-    target's (rotary embedding, norms' epsilon) or as published (taps spread evenly). Raises ConfigError, ValueError."""
-    from drafters.dspark.config import DrafterConfig
+    """A drafter of configs/models with seeded random weights, around the target. Raises ConfigError, ValueError."""
     from drafters.dspark.load import dummy_drafter
+    from dspark_runtime.cost.facts import load_architecture
+
+    drafter = drafter_config(name, target.name, target.config)
+    if config.weights != "dummy":
+        raise ConfigError(f"drafter: {name} is an architecture without weights; add --weights dummy for timing")
+    d = load_architecture(name).drafter
+    own = [table for table, has in (("embed_tokens", d.embedding), ("lm_head", d.lm_head)) if has]
+    return dummy_drafter(drafter, target.model, name, config.seed, own)
+
+
+def drafter_config(name: str, target: str, config: ModelConfig | KimiK3Config) -> DrafterConfig:
+    """The network of a DSpark, DFlash or EAGLE-3 drafter: of a checkpoint, or of an architecture of configs/models around
+    a target of this shape. What the latter's file leaves open is the target's (rotary embedding, norms' epsilon) or as
+    published (taps spread evenly). Raises ConfigError, ValueError."""
+    from drafters.dspark.config import DrafterConfig
+    from drafters.dspark.dialects import parse
+    from drafters.dspark.load import locate, read_config
     from dspark_runtime.cost.facts import load_architecture
     from dspark_runtime.models.config import ModelConfig
 
+    if name not in names("models"):
+        folder = locate(name)
+        return parse(read_config(folder), str(folder / "config.json"), config.num_hidden_layers)
     a = load_architecture(name)
     if a.drafter is None:
         raise ConfigError(f"drafter: {name} is a target, allowed: draft:{name}, or a drafter of configs/models")
-    if config.weights != "dummy":
-        raise ConfigError(f"drafter: {name} is an architecture without weights; add --weights dummy for timing")
     kinds = [*a.attention.groups, *(["moe"] if a.ffn.moe else [])]
-    if kinds != ["gqa"] or not isinstance(target.config, ModelConfig):
-        found = ", ".join(kinds) if kinds != ["gqa"] else f"the target {target.name}"
+    if kinds != ["gqa"] or not isinstance(config, ModelConfig):
+        found = ", ".join(kinds) if kinds != ["gqa"] else f"the target {target}"
         raise ConfigError(f"drafter: {name}: found {found}, allowed: gqa layers on a Llama, Qwen3 or Qwen3-MoE target")
-    d, gqa, depth, vocab = a.drafter, a.attention.gqa, target.model.num_layers, a.vocab_size
-    drafter = DrafterConfig(
+    d, gqa, depth, vocab = a.drafter, a.attention.gqa, config.num_hidden_layers, a.vocab_size
+    return DrafterConfig(
         dialect="deepspec",
         kind="dspark",
         layers="qwen3" if gqa.qk_norm else "llama",
@@ -228,9 +247,9 @@ def dummy_drafter(name: str, target: Target, config: BenchConfig) -> object:
         num_attention_heads=gqa.heads,
         num_key_value_heads=gqa.kv_heads,
         head_dim=gqa.head_dim,
-        rms_norm_eps=target.config.rms_norm_eps,
-        max_position_embeddings=target.config.max_position_embeddings,
-        rope=target.config.rope,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope=config.rope,
         windows=(gqa.window,) * gqa.layers if gqa.window else (),
         target_hidden_size=a.hidden_size,
         taps=sorted({round(1 + (depth - 4) * i / max(d.taps - 1, 1)) for i in range(d.taps)}),
@@ -240,8 +259,6 @@ def dummy_drafter(name: str, target: Target, config: BenchConfig) -> object:
         markov_rank=d.markov_rank,
         confidence="none" if not d.confidence_head else "markov" if d.markov_rank else "hidden",
     )
-    own = [table for table, has in (("embed_tokens", d.embedding), ("lm_head", d.lm_head)) if has]
-    return dummy_drafter(drafter, target.model, name, config.seed, own)
 
 
 def load(name: str, config: BenchConfig) -> Target:

@@ -545,7 +545,10 @@ def reproduce(
 @app.command()
 def kernels(
     action: Annotated[str, typer.Argument(help="list, build, check or bench; the last two need a GPU.")],
-    target: Annotated[str, typer.Option(help="Architectures or targets whose attention is meant, separated by commas.")] = "qwen3-8b",
+    target: Annotated[str, typer.Option(help="Architectures or targets that are meant, separated by commas.")] = "qwen3-8b",
+    drafter: Annotated[
+        Optional[str], typer.Option(help="list, build: a DSpark, DFlash or EAGLE-3 drafter of theirs, as bench takes it.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     page_size: Annotated[int, typer.Option(help="16, 32, 64 or 128.")] = 16,
     folder: Annotated[Optional[Path], typer.Option(help="Where libraries lie (default: DSPARK_KERNEL_CACHE or the cache).")] = None,
@@ -564,17 +567,17 @@ def kernels(
 
     from eval import kernels as run
 
-    asked = (target.split(","), dtype, page_size, folder)
+    targets, asked = target.split(","), (dtype, page_size, folder)
     progress, close = progress_bar(quiet)
     try:
         if action == "list":
-            text = run.listing(*asked)
+            text = run.listing(targets, drafter, *asked)
         elif action == "build":
-            text = run.build(*asked, jobs, progress)
+            text = run.build(targets, drafter, *asked, jobs, progress)
         elif action == "check":
-            text = run.check(*asked, cases, progress)
+            text = run.check(targets, *asked, cases, progress)
         else:
-            text = run.bench(*asked, progress)
+            text = run.bench(targets, *asked, progress)
     finally:
         close()
     sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""`dspark kernels`: which CuTe DSL kernels a model's attention needs, building them, and trying them on a GPU."""
+"""`dspark kernels`: which CuTe DSL kernels a model and its drafter need, building them, and trying them on a GPU."""
 
 from __future__ import annotations
 
@@ -16,29 +16,44 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
-def variants(targets: Sequence[str], dtype: str, page_size: int) -> list[AnyVariant]:
-    """Every kernel of these architectures' attention. Raises KernelError for a shape that the kernels do not serve."""
+def variants(targets: Sequence[str], drafter: str | None, dtype: str, page_size: int) -> list[AnyVariant]:
+    """Every kernel that these architectures' passes may ask for, and those of a DSpark, DFlash or EAGLE-3 drafter (a
+    checkpoint or a name of configs/models) for each of them. Raises KernelError for a shape that the kernels do not
+    serve."""
     import torch
 
+    from drafters.dspark import network
+    from dspark_runtime.models import transformer
     from dspark_runtime.targets import attention_config
-    from verify_kernels.cute.attention.run import variants_of
+    from eval.bench import drafter_config
+    from verify_kernels.cute.attention.run import block_variants_of, variants_of
+    from verify_kernels.cute.linear.run import variants_of as linears_of
 
+    kind = getattr(torch, dtype)
     found: list[AnyVariant] = []
-    for c in map(attention_config, targets):
-        found += variants_of(
-            getattr(torch, dtype), c.head_dim, c.num_attention_heads, c.num_key_value_heads, page_size, c.qk_norm
-        )
+    for target in targets:
+        c = attention_config(target)
+        found += variants_of(kind, c.head_dim, c.num_attention_heads, c.num_key_value_heads, page_size, c.qk_norm)
+        found += linears_of(kind, transformer.products(c))
+        if drafter is not None:
+            d = drafter_config(drafter, target, c)
+            shape = (kind, d.head_dim, d.num_attention_heads, d.num_key_value_heads, page_size)
+            if d.kind == "eagle3":  # its own trees, of any size
+                found += variants_of(*shape, d.qk_norm)
+            else:
+                found += block_variants_of(*shape, d.block_size, d.qk_norm)
+            found += linears_of(kind, network.products(d))
     return list(dict.fromkeys(found))
 
 
-def listing(targets: Sequence[str], dtype: str, page_size: int, folder: Path | None) -> str:
+def listing(targets: Sequence[str], drafter: str | None, dtype: str, page_size: int, folder: Path | None) -> str:
     """A table: kernel, whether its library is there, kilobytes."""
     from eval.report import table
     from verify_kernels.cute import compile as kernels
     from verify_kernels.errors import KernelError
 
     rows = []
-    for variant in variants(targets, dtype, page_size):
+    for variant in variants(targets, drafter, dtype, page_size):
         try:
             path = kernels.library(variant, folder)
             size = f"{path.stat().st_size / 1024:.0f}" if path.exists() else "-"
@@ -51,13 +66,19 @@ def listing(targets: Sequence[str], dtype: str, page_size: int, folder: Path | N
 
 
 def build(
-    targets: Sequence[str], dtype: str, page_size: int, folder: Path | None, jobs: int, progress: Progress
+    targets: Sequence[str],
+    drafter: str | None,
+    dtype: str,
+    page_size: int,
+    folder: Path | None,
+    jobs: int,
+    progress: Progress,
 ) -> str:
     """Compile what is missing, in `jobs` processes (the compiler is not safe in threads)."""
     from verify_kernels.cute import compile as kernels
 
     kernels.check_install()
-    wanted = variants(targets, dtype, page_size)
+    wanted = variants(targets, drafter, dtype, page_size)
     missing = [v for v in wanted if not kernels.library(v, folder).exists()]
     start = time.perf_counter()
     with ProcessPoolExecutor(jobs) as pool:

@@ -19,3 +19,9 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     if n % SIDE:
         raise ValueError(f"gate, up: found {n} rows each, allowed: multiples of {SIDE}")
     return torch.stack([gate.view(n // SIDE, SIDE, k), up.view(n // SIDE, SIDE, k)], dim=1).view(2 * n, k)
+
+
+def apart(both: Tensor) -> tuple[Tensor, Tensor]:
+    """gate and up [N, K] again, from `interleave`."""
+    gate, up = both.unflatten(0, (-1, 2, SIDE)).unbind(1)
+    return gate.flatten(0, 1), up.flatten(0, 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from drafters.dspark.config import DrafterConfig
 from drafters.dspark.heads import ConfidenceHead, MarkovHead
 from verify_kernels import ops
+from verify_kernels.layouts import apart, interleave
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]: norms of q and k (the layer's `q_norm` and
@@ -62,12 +63,29 @@ def tensor_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def products(c: DrafterConfig) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
+    """The matrix products of drafting: shape [N, K] of the weights, and what may be fused into each (see
+    `verify_kernels.cute.linear.run.choose`)."""
+    shapes, d, bias = tensor_shapes(c), c.hidden_size, ("bias",) if c.attention_bias else ()
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    wide = shapes.get("layers.0.self_attn.q_proj.weight", (q, d))[1]
+    context = (c.num_hidden_layers * 2 * kv, wide)
+    found = [(shapes["fc.weight"], ()), ((c.draft_vocab_size, d), ()), ((q + 2 * kv, wide), bias), (context, bias)]
+    found += [((q + 2 * kv, wide), (*bias, "rms_in")), ((d, q), (*bias, "residual", "rms_out"))]
+    found += [((2 * c.intermediate_size, d), ("swiglu", "rms_in")), ((d, c.intermediate_size), ("residual", "rms_out"))]
+    if c.markov_rank:
+        found.append((shapes["markov_head.markov_w2.weight"], ()))
+    if c.confidence != "none":
+        found.append((shapes["confidence_head.proj.weight"], ("bias",)))
+    return list(dict.fromkeys(found))
+
+
 def _parameter(x: Tensor | None) -> nn.Parameter | None:
     return None if x is None else nn.Parameter(x)
 
 
 class DraftLayer(nn.Module):
-    """Weights of one layer; q, k and v are merged by rows, gate and up too."""
+    """Weights of one layer; q, k and v are merged by rows, gate and up as `interleave` does it."""
 
     def __init__(self, c: DrafterConfig, get: Callable[[str], Tensor | None]) -> None:
         super().__init__()
@@ -83,7 +101,7 @@ class DraftLayer(nn.Module):
         self.q_norm = _parameter(get("self_attn.q_norm.weight"))
         self.k_norm = _parameter(get("self_attn.k_norm.weight"))
         self.post_norm = _parameter(get("post_attention_layernorm.weight"))
-        self.gate_up = merged("mlp", "gate up", "weight")
+        self.gate_up = nn.Parameter(interleave(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")))
         self.down = _parameter(get("mlp.down_proj.weight"))
         self.head_dim, self.q_size = c.head_dim, c.num_attention_heads * c.head_dim
         self.kv_size = c.num_key_value_heads * c.head_dim
@@ -177,12 +195,12 @@ class DraftNetwork(nn.Module):
         eps = self.config.rms_norm_eps
         for i, layer in enumerate(self.layers):
             q, k, v = layer.project(x)
-            x = ops.linear(attend(i, q, k, v).flatten(1), layer.o, layer.o_bias)
-            x, residual = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            x = ops.linear(ops.silu_and_mul(ops.linear(x, layer.gate_up)), layer.down)
+            x = attend(i, q, k, v).flatten(1)
+            x, residual = ops.linear_add_rms_norm(x, layer.o, layer.o_bias, residual, layer.post_norm, eps)
+            x = ops.linear_silu_and_mul(x, layer.gate_up)
             norm = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
-            x, residual = ops.add_rms_norm(x, residual, norm, eps)
-        return x, residual
+            x, residual = ops.linear_add_rms_norm(x, layer.down, None, residual, norm, eps)
+        return ops.normed(x), residual
 
     def block(self, anchors: Tensor, attend: Attend) -> Tensor:
         """One block pass: anchors [R] -> hidden after the final norm, [R, block_size, d]."""
@@ -232,7 +250,7 @@ class DraftNetwork(nn.Module):
             flat |= zip((f"self_attn.{x}_proj.weight" for x in "qkv"), layer.qkv.split(sizes))
             if layer.qkv_bias is not None:
                 flat |= zip((f"self_attn.{x}_proj.bias" for x in "qkv"), layer.qkv_bias.split(sizes))
-            flat |= zip(("mlp.gate_proj.weight", "mlp.up_proj.weight"), layer.gate_up.chunk(2))
+            flat |= zip(("mlp.gate_proj.weight", "mlp.up_proj.weight"), apart(layer.gate_up))
             found |= {f"layers.{i}.{name}": tensor for name, tensor in flat.items()}
         if self.markov is not None:
             m, extra = self.markov, "gate_proj" if self.markov.kind == "gated" else "joint_proj"

@@ -76,6 +76,23 @@ def tensor_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def products(c: ModelConfig) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
+    """The matrix products of a pass but for those of experts: shape [N, K] of the weights, and what may be fused into each
+    (see `verify_kernels.cute.linear.run.choose`)."""
+    h, q, kv = c.hidden_size, c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    bias = ("bias",) if c.attention_bias else ()
+    found: list[tuple[tuple[int, int], tuple[str, ...]]] = [((c.vocab_size, h), ())]
+    for i in range(c.num_hidden_layers):
+        before = () if i == 0 or c.is_moe(i - 1) else ("rms_in",)
+        found += [((q + 2 * kv, h), (*bias, *before)), ((h, q), (*bias, "residual", "rms_out"))]
+        if c.is_moe(i):
+            found.append(((c.num_experts, h), ()))
+        else:
+            gate_up, down = (2 * c.intermediate_size, h), (h, c.intermediate_size)
+            found += [(gate_up, ("swiglu", "rms_in")), (down, ("residual", "rms_out"))]
+    return list(dict.fromkeys(found))
+
+
 class TensorReader:
     """Takes tensors out of a checkpoint one by one, checked, converted and moved."""
 

@@ -470,16 +470,23 @@ def test_kernels_lists_what_is_built_and_what_is_not(no_compiler: Path, capsys: 
 
     assert dspark("kernels", "list") == 0
     rows = re.findall(r"^\| (\w+) +\| +(yes|no) \|", capsys.readouterr().out, re.M)
-    assert len(rows) == 18 and {built for _, built in rows} == {"no"}
     from eval.kernels import variants
 
-    wanted = variants(["qwen3-8b"], "bfloat16", 16)
-    assert [v.name for v in wanted] == [name for name, _ in rows]
+    wanted = variants(["qwen3-8b"], None, "bfloat16", 16)
+    assert [v.family for v in wanted].count("attention") == 18 and {v.family for v in wanted} == {"attention", "linear"}
+    assert [(v.name, "no") for v in wanted] == rows
     no_compiler.mkdir()
     for variant in wanted[:3]:
         kernels.library(variant).touch()
     assert dspark("kernels", "list") == 0
-    assert "3 of 18 built" in capsys.readouterr().out
+    assert f"3 of {len(wanted)} built" in capsys.readouterr().out
+
+
+def test_kernels_of_a_drafter_are_listed_with_its_target(no_compiler: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dspark("kernels", "list", "--drafter", "qwen3-8b-dspark") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^\| verify_bfloat16_d128_h32_8_p16_full_\w+ +\| +no \|", out, re.M)
+    assert "| append_bfloat16_d128_h8_8_norm " in out
 
 
 @pytest.mark.parametrize(

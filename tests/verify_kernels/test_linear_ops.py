@@ -9,11 +9,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from drafters.dspark.load import load_drafter
+from drafters.dspark.network import products as network_products
+from drafters.tree import TreeSpec
+from dspark_runtime.engine import Engine
 from dspark_runtime.models.config import from_hf
-from dspark_runtime.models.transformer import Transformer
+from dspark_runtime.models.transformer import Transformer, products, tensor_shapes
+from dspark_runtime.sampling import SamplingParams
+from tests.drafters.dspark_cases import DEEPSPEC, block_tensors, noise, target, write
 from tests.dspark_runtime.passes import Pages
 from tests.verify_kernels.cute import linear_on_cpu
 from verify_kernels import cute, ops
+from verify_kernels.cute.linear.run import variants_of
 from verify_kernels.layouts import interleave
 
 EPS = 1e-5
@@ -172,3 +179,46 @@ def test_a_pass_on_the_kernels_is_a_pass(name, count, monkeypatch):
     else:
         want_kinds = [first, o, gate_up, down, *2 * [qkv, o, gate_up, down]]
     assert kinds == len(prompts) * [*want_kinds, ()]  # and the head
+    tokens = {1: 8, 8: 8, 64: 64}[count]
+    listed = {v for v in variants_of(torch.bfloat16, products(half.config)) if v.tokens == tokens}
+    assert set(calls) == listed  # what `dspark kernels build` makes
+
+
+def test_a_draft_pass_on_the_kernels_is_a_draft_pass(monkeypatch, tmp_path):
+    """A whole engine with a DSpark drafter in bfloat16: its kernels are those that `dspark kernels build` makes."""
+    config = DEEPSPEC | dict(markov_rank=8)
+    folder = write(tmp_path / "drafter", config, block_tensors(config))
+    own = target()
+    monkeypatch.setattr(ops, "_loaded", {})
+    monkeypatch.setattr(ops, "_mode", "reference")
+    half = Transformer(own.config, noise(tensor_shapes(own.config), 0.6, 1), name="random", dtype=torch.bfloat16, device="cpu")
+    drafter = load_drafter(folder, half)
+    network, c = drafter.network, drafter.config
+    features, anchors = torch.randn(11, 3 * 16).bfloat16(), torch.tensor([3, 40])
+
+    def run() -> list[torch.Tensor]:
+        def attend(i, q, k, v):
+            return q + torch.cat([k, v], 1)  # stands for any attention
+
+        with torch.inference_mode():
+            hidden = network.block(anchors, attend)
+            sure = network.confidence(hidden[:, 0], network.markov.embed(anchors))
+            z = hidden[:, 0, : network.markov.w2.shape[1]].contiguous()
+            context, _ = network.context(network.fuse(features))
+            return [hidden, context, network.logits(hidden[0]), sure, ops.logits(z, network.markov.w2)]
+
+    want = run()
+    calls = linear_on_cpu.serve(monkeypatch)
+    for a, b in zip(run(), want):
+        assert (a.double() - b.double()).norm() <= 0.02 * b.double().norm()
+    listed = set(variants_of(torch.bfloat16, network_products(c)))
+    assert set(calls) <= listed
+    assert {(v.rms_in, v.rms_out, v.swiglu, v.bias) for v in calls} == {(v.rms_in, v.rms_out, v.swiglu, v.bias) for v in listed}
+
+    # And as an engine calls it: whatever its passes ask for is listed with the target's.
+    calls.clear()
+    listed |= set(variants_of(torch.bfloat16, products(half.config)))
+    engine = Engine(half, drafter, spec=TreeSpec.chain(4), max_num_requests=2, max_model_len=64)
+    for temperature in (0.0, 1.0):
+        engine.generate([[5, 6, 7], [9]], SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True))
+    assert calls and set(calls) <= listed

@@ -65,6 +65,17 @@ def variants_of(
     return list(dict.fromkeys(found))
 
 
+def block_variants_of(
+    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, page_size: int, block_size: int, norm: bool
+) -> list[AnyVariant]:
+    """Every kernel of a block drafter's attention: its block, in which all see all, and the write sides of block and
+    context."""
+    block = choose(dtype, head_dim, heads, kv_heads, page_size, "full", block_size)
+    name = str(dtype).removeprefix("torch.")
+    writes = (AppendVariant(name, head_dim, h, kv_heads, norm) for h in (heads, kv_heads))
+    return list(dict.fromkeys((block, plan_variant(block), *writes)))
+
+
 @dataclass
 class Plan:
     """What all layers of one pass share. A CUDA graph may hold its making and its use; lengths may then change."""
