@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import random
@@ -28,7 +29,7 @@ from typing import Any
 from eval import gpu_jobs
 from eval.gpu_jobs import Job, graph_us
 from verify_kernels.cute import compile as kernels
-from verify_kernels.cute.variants import ExpertsVariant
+from verify_kernels.cute.variants import ExpertsVariant, RouteVariant
 
 TOLERANCE = 5e-3
 """Relative error allowed against float32 of the same bf16 inputs: rounding hidden and output gives 2.4e-3."""
@@ -37,6 +38,16 @@ READ_TBPS = 4.5  # reading alone, an H200
 TOKENS = (1, 8, 16, 32, 64)
 LAYER = (128, 8, 2048, 768)  # experts, top-k, hidden, inner: Qwen3-30B-A3B
 K3 = (896, 16, 3584, 3072)
+SITU = (4.0, 25.0)  # Kimi-K3's activation
+ROUTERS: dict[str, dict[str, Any]] = {
+    "qwen3": {"dtype": "bfloat16", "experts": 128, "top_k": 8},
+    "odd": {"dtype": "bfloat16", "experts": 60, "top_k": 4, "renormalize": False},
+    "k3": {"dtype": "float32", "experts": 896, "top_k": 16, "scores": "sigmoid", "bias": True},
+    "deepseek": {
+        "dtype": "float32", "experts": 256, "top_k": 8, "scores": "sigmoid", "bias": True, "groups": 8, "top_groups": 4
+    },
+    "groups": {"dtype": "float32", "experts": 160, "top_k": 6, "groups": 8, "top_groups": 3},
+}  # fmt: skip
 LAYERS, CALLS = 3, 6  # copies of the weights (bf16: 1.2 GB each), calls in a graph
 BITS = {"plain": 16.0, "fp8": 8.0 + 32 / 128**2, "mxfp4": 4.25}  # of a weight, with its share of the scales
 KINDS = tuple(BITS)
@@ -59,13 +70,13 @@ JOB_SECONDS = 8.0
 
 
 def variants(
-    config: str, tokens: int, experts: int, top_k: int, kind: str = "plain"
+    config: str, tokens: int, experts: int, top_k: int, kind: str = "plain", situ: bool = False
 ) -> tuple[ExpertsVariant, ExpertsVariant]:
     import torch
 
     from verify_kernels.cute.moe.run import choose, stages
 
-    first, second = choose(torch.bfloat16, tokens, experts, top_k, kind)
+    first, second = choose(torch.bfloat16, tokens, experts, top_k, kind, SITU if situ else None)
     changes = dict(CONFIGS[config])
     changes.pop("units", None)
     if memory := changes.pop("memory", 0):
@@ -74,15 +85,18 @@ def variants(
     return dataclasses.replace(first, **changes), dataclasses.replace(second, **changes)
 
 
-def variants_of(job: Job) -> tuple[ExpertsVariant, ...]:
+def variants_of(job: Job) -> tuple[ExpertsVariant | RouteVariant, ...]:
     """What a job runs; nothing of ours for a peer."""
     if job["job"] in ("peer", "read"):
         return ()
+    if job["job"] == "route":
+        return (RouteVariant(**{"renormalize": True} | ROUTERS[job["config"]]),)
     shape = K3[:2] if job["job"] == "k3" else (job.get("experts", LAYER[0]), job.get("top_k", LAYER[1]))
-    return variants(job["config"], job["tokens"], *shape, job.get("kind", "plain"))
+    situ = job["job"] == "k3" or job.get("situ", False)
+    return variants(job["config"], job["tokens"], *shape, job.get("kind", "plain"), situ)
 
 
-def all_variants() -> list[ExpertsVariant]:
+def all_variants() -> list[ExpertsVariant | RouteVariant]:
     return list(dict.fromkeys(v for job in jobs(0) for v in variants_of(job)))
 
 
@@ -97,14 +111,17 @@ def jobs(cases: int) -> list[Job]:
         for t in (8, 64)
     ]
     found += [{"job": "op", "config": "two", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
+    found += [{"job": "route", "config": name} for name in ROUTERS]
     kinds = [("two", t, e, k, "plain") for e, k in SMALL[:3] for t in (8, 16, 32, 64)]
     kinds += [("two", t, *SMALL[1], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
     kinds += [("two", t, e, k, "plain") for e, k in SMALL[3:] for t in (8, 64)]
     kinds += [("two", t, *LAYER[:2], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
     kinds += [(c, t, *LAYER[:2], "plain") for c in CONFIGS if c not in ("two", "half") for t in (8, 64)]
 
+    kinds += [("two", t, *SMALL[1], "mxfp4", True) for t in (8, 64)]
+
     def check(at: int, seeds: range) -> Job:
-        names = ("config", "tokens", "experts", "top_k", "kind")
+        names = ("config", "tokens", "experts", "top_k", "kind", "situ")
         return {"job": "check", **dict(zip(names, kinds[at % len(kinds)])), "seeds": list(seeds)}
 
     found += [check(i, range(2 * i, 2 * i + 2)) for i in range(len(kinds))]
@@ -154,9 +171,11 @@ class Bench:
         torch.backends.cuda.matmul.allow_tf32 = False
 
     @functools.cache
-    def pair(self, config: str, tokens: int, experts: int, top_k: int, kind: str = "plain") -> tuple[Any, Any]:
+    def pair(
+        self, config: str, tokens: int, experts: int, top_k: int, kind: str = "plain", situ: bool = False
+    ) -> tuple[Any, Any]:
         """(kernels, variants)"""
-        both = variants(config, tokens, experts, top_k, kind)
+        both = variants(config, tokens, experts, top_k, kind, situ)
         first, second = (kernels.load(kernels.build(v, self.folder)) for v in both)
         return (first, second), both
 
@@ -231,16 +250,22 @@ class Bench:
             found.append(tiles.flatten(-2))
         return found[0], found[1]
 
-    def float32(self, x: Any, gate_up: Any, down: Any, weights: Any, ids: Any) -> tuple[Any, Any]:
+    def float32(
+        self, x: Any, gate_up: Any, down: Any, weights: Any, ids: Any, situ: bool = False
+    ) -> tuple[Any, Any]:
         """(hidden rows with their weights, output), of the same bf16 inputs."""
+        from verify_kernels.reference.latent_moe import situ_and_mul
+
         torch = self.torch
         between = torch.zeros(ids.numel(), down.shape[2], device="cuda")
         out = torch.zeros(x.shape, device="cuda")
         for e in ids.unique().tolist():
             pairs = (ids.flatten() == e).nonzero().flatten()
             rows = pairs // ids.shape[1]
-            gate, up = (x[rows].float() @ gate_up[e].float().T).chunk(2, dim=-1)
-            between[pairs] = torch.nn.functional.silu(gate) * up * weights.flatten()[pairs, None]
+            both = x[rows].float() @ gate_up[e].float().T
+            gate, up = both.chunk(2, dim=-1)
+            value = situ_and_mul(both, *SITU) if situ else torch.nn.functional.silu(gate) * up
+            between[pairs] = value * weights.flatten()[pairs, None]
             out.index_add_(0, rows, between[pairs] @ down[e].float().T)
         return between, out
 
@@ -317,11 +342,49 @@ class Bench:
             errors.append(error(out))
         return {"errors": errors, "bad": [f"error {e:.2e}" for e in errors if not e <= TOLERANCE]}
 
-    def check(self, config: str, tokens: int, experts: int, top_k: int, seeds: list[int], kind: str = "plain") -> Job:
-        cases = [self.case(config, tokens, experts, top_k, kind, seed) for seed in seeds]
+    def route(self, config: str) -> Job:
+        """Choices and weights against the reference's, and microseconds of 8 and 64 tokens."""
+        from verify_kernels.cute.moe.run import route
+        from verify_kernels.reference.moe import moe_route
+
+        torch = self.torch
+        (variant,) = variants_of({"job": "route", "config": config})
+        kernel = kernels.load(kernels.build(variant, self.folder))
+        errors, bad, us = [], [], {}
+        for t, kind in itertools.product((1, 8, 64, 300), ("random", "ties", "large")):
+            self.tell(f"{config} {t} {kind}")
+            logits = torch.randn(t, variant.experts, device="cuda") * (8.0 if kind == "large" else 1.0)
+            logits = (logits.round() if kind == "ties" else logits).to(getattr(torch, variant.dtype))
+            bias = torch.randn(variant.experts, device="cuda").round(decimals=1) * 0.3 if variant.bias else None
+            scale = 2.5 if variant.scores == "sigmoid" else 1.0
+            got, ids = route(kernel, variant, logits, bias, scale)
+            want, wanted = moe_route(
+                logits, variant.top_k, variant.renormalize, scores=variant.scores, bias=bias,
+                num_groups=variant.groups, top_groups=variant.top_groups, scale=scale,
+            )  # fmt: skip
+            # Scores that differ by rounding alone may change places.
+            same = ids == wanted if kind == "ties" else (got - want).abs() <= 1e-5 * want.abs() + 1e-9
+            errors.append(((got - want).norm() / want.norm()).item())
+            if not same.all() or not errors[-1] <= 1e-5 or ids.sort(-1).values.diff(dim=-1).eq(0).any():
+                bad.append(f"{t} {kind}: {int((~same).sum())} of {same.numel()} differ, error {errors[-1]:.1e}")
+            if t in (8, 64) and kind == "random":
+                us[t] = graph_us(lambda: [route(kernel, variant, logits, bias, scale) for _ in range(20)]) / 20
+        return {"errors": errors, "bad": bad, "router_us": us}
+
+    def check(
+        self,
+        config: str,
+        tokens: int,
+        experts: int,
+        top_k: int,
+        seeds: list[int],
+        kind: str = "plain",
+        situ: bool = False,
+    ) -> Job:
+        cases = [self.case(config, tokens, experts, top_k, kind, situ, seed) for seed in seeds]
         return {"cases": len(cases), "worst": max(c["error"] for c in cases), "bad": [c for c in cases if c["why"]]}
 
-    def case(self, config: str, tokens: int, experts: int, top_k: int, kind: str, seed: int) -> Job:
+    def case(self, config: str, tokens: int, experts: int, top_k: int, kind: str, situ: bool, seed: int) -> Job:
         """One random layer against float32."""
         from verify_kernels.cute.moe.run import experts as run
 
@@ -333,12 +396,12 @@ class Bench:
         inner = rng.choice([768, 8 * rng.randint(1, 30), 64 * rng.randint(1, 12), 8 * rng.randint(1, 100)])
         hidden, inner = self.fitting(kind, hidden, inner)
         routing = rng.choice(ROUTING)
-        both, pair = self.pair(config, tokens, experts, top_k, kind)
+        both, pair = self.pair(config, tokens, experts, top_k, kind, situ)
         self.tell(f"{pair[0].name} seed {seed} T {t} hidden {hidden} inner {inner} {routing}")
         x = torch.randn(t, hidden + 8 * rng.choice([0, 0, 1, 5]), device="cuda", dtype=torch.bfloat16)[:, :hidden]
         stored, plain = self.stored(kind, experts, hidden, inner)
         weights, ids = self.picks(routing, t, experts, top_k, seed)
-        _, want = self.float32(x, *plain, weights, ids)
+        _, want = self.float32(x, *plain, weights, ids, situ)
         outs = []
         default = self.units(config)
         for units in (default, rng.choice([1, 7, 131, 300]), default):
@@ -391,13 +454,21 @@ class Bench:
         return self.report(us, experts) | {"off": off, "bad": [] if off <= TOLERANCE else [f"error {off:.2e}"]}
 
     def calls_us(
-        self, config: str, tokens: int, shape: tuple[int, ...], kind: str, x: Any, picks: list[Any], layers: list[Any]
+        self,
+        config: str,
+        tokens: int,
+        shape: tuple[int, ...],
+        kind: str,
+        x: Any,
+        picks: list[Any],
+        layers: list[Any],
+        situ: bool = False,
     ) -> tuple[float, Any]:
         """(microseconds of a call, output of the first)."""
         from verify_kernels.cute.moe.run import experts as run
 
         torch = self.torch
-        both, pair = self.pair(config, tokens, *shape[:2], kind)
+        both, pair = self.pair(config, tokens, *shape[:2], kind, situ)
         outs = [torch.full_like(x, float("nan")) for _ in picks]
         between = torch.empty(tokens * shape[1], shape[3], device="cuda", dtype=torch.bfloat16)
         units = self.units(config)
@@ -409,11 +480,11 @@ class Bench:
         return graph_us(call) / len(picks), outs[0]
 
     def k3(self, config: str, tokens: int, kind: str) -> Job:
-        """A layer of Kimi-K3's shape with SwiGLU in place of its own activation, one copy: 15.7 GB, far past L2."""
+        """A layer of Kimi-K3's shape, one copy: 15.7 GB, far past L2."""
         x, picks, experts = self.setting(tokens, "uniform", K3)
         if not hasattr(self, "_k3"):
             self._k3 = [self.random_packed(kind, K3[0], *K3[2:])]
-        us, out = self.calls_us(config, tokens, K3, kind, x, picks, self._k3)
+        us, out = self.calls_us(config, tokens, K3, kind, x, picks, self._k3, True)
         return self.report(us, experts, kind, K3) | {"off": 0.0, "bad": [] if out.isfinite().all() else ["not finite"]}
 
     def split(self, config: str, tokens: int, kind: str = "plain") -> Job:
@@ -503,6 +574,9 @@ def summary(results: list[Job]) -> str:
         if r["job"] == "smoke" and "errors" in r:
             number = max(v for v in r["errors"].values() if isinstance(v, float))
             lines.append(f"smoke {r['config']} {r.get('kind', '')} T={r['tokens']} E={r['experts']}: worst {number}")
+        if r["job"] == "route" and "router_us" in r:
+            times = ", ".join(f"T={t} {us:.1f} us" for t, us in r["router_us"].items())
+            lines.append(f"router {r['config']}: worst {max(r['errors']):.1e}, {len(r['bad'])} bad, {times}")
         if r["job"] == "read" and "tbps" in r:
             lines.append(f"read rate without dependent launch {r['tbps']:.2f} TB/s")
         if r["job"] == "peer" and "failed" in r and r["tokens"] == 8:

@@ -22,7 +22,7 @@ from verify_kernels.errors import INSTEAD, KernelError
 from verify_kernels.quantized import Quantized
 from verify_kernels.reference import elementwise, linear as reference
 
-UNMEASURED = ("moe_experts",)
+UNMEASURED = ("moe_route", "moe_experts")
 """Operations whose kernels are there but not served: torch runs them until `eval.bench_moe` has passed on a GPU."""
 
 TORCH_RUNS = {
@@ -224,6 +224,23 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         best, ids = linear(x, weight).max(dim=-1)
         return ids, best.float()
 
+    def moe_route(
+        router_logits: Tensor,
+        top_k: int,
+        renormalize: bool,
+        *,
+        scores: str = "softmax",
+        bias: Tensor | None = None,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        scale: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        variant = moe_run.choose_route(
+            router_logits.dtype, router_logits.shape[1], top_k, renormalize,
+            scores=scores, bias=bias is not None, num_groups=num_groups, top_groups=top_groups,
+        )  # fmt: skip
+        return moe_run.route(kernel(variant), variant, router_logits, None if bias is None else bias.float(), scale)
+
     def moe_experts(
         x: Tensor,
         gate_up: Tensor | Quantized,
@@ -255,6 +272,7 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         "normed": normed,
         "logits": logits,
         "greedy_logits": greedy_logits,
+        "moe_route": moe_route,
         "moe_experts": moe_experts,
     }
     return {name: op for name, op in served.items() if unmeasured or name not in UNMEASURED}

@@ -9,6 +9,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from verify_kernels.cute.moe.dequantize import e2m1_pairs, e4m3_pairs, mxfp4_bytes
 from verify_kernels.cute.moe.kernel import following, tokens_below
+from verify_kernels.cute.moe.route import ordered
 
 
 @cute.jit
@@ -38,6 +39,19 @@ def walk(down: bool, row_tiles: int, k_tiles: int, entries: int, count: int) -> 
     """(entry, row tile, k tile) of the first `count` tiles of the line: [count, 3] int32."""
     found = np.zeros((count, 3), np.int32)
     _walk(from_dlpack(np.array([row_tiles, k_tiles, entries], np.int32)), from_dlpack(found), down)
+    return found
+
+
+@cute.jit
+def _keys(words: cute.Tensor, out: cute.Tensor) -> None:
+    for i in range(words.shape[0]):
+        out[i] = ordered(words[i])
+
+
+def keys_of(words: np.ndarray) -> np.ndarray:
+    """Bits of float32 [N] int32 -> [N] int32."""
+    found = np.zeros_like(words)
+    _keys(from_dlpack(words), from_dlpack(found))
     return found
 
 

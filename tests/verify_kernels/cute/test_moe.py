@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.verify_kernels.compiled import compile_remarks
 from verify_kernels.cute import UNMEASURED, compile as kernels
 from verify_kernels.cute.moe.pack import PART_BYTES, pack, rows_of
-from verify_kernels.cute.moe.run import HALF, MOST_COLUMNS, choose, experts, other_bytes, stage_bytes, stages
+from verify_kernels.cute.moe.run import HALF, MOST_COLUMNS, choose, choose_route, experts, other_bytes, stage_bytes, stages
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
 from verify_kernels.errors import KernelError
 from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
@@ -260,6 +260,12 @@ def test_what_cannot_be_packed_is_named() -> None:
 PAIRS = [choose(torch.bfloat16, t, e, k) for t, e, k in ((8, 128, 8), (16, 128, 8), (64, 128, 8), (32, 896, 16))]
 PAIRS += [choose(torch.bfloat16, t, 128, 8, kind) for t, kind in ((8, "mxfp4"), (64, "mxfp4"), (16, "fp8"), (64, "fp8"))]
 COMPILED = [variant for pair in PAIRS for variant in pair]
+COMPILED.append(choose(torch.bfloat16, 16, 896, 16, "mxfp4", situ=(4.0, 25.0))[0])
+ROUTES = [
+    choose_route(torch.bfloat16, 128, 8, True),
+    choose_route(torch.float32, 896, 16, True, scores="sigmoid", bias=True),
+    choose_route(torch.float32, 256, 8, True, scores="sigmoid", bias=True, num_groups=8, top_groups=4),
+]
 
 
 @needs_dsl
@@ -300,6 +306,30 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path) -> No
     assert text.count("griddepcontrol.launch_dependents") == 1
 
 
+@needs_dsl
+@pytest.mark.parametrize("variant", ROUTES, ids=lambda v: v.name)
+def test_routes_compile_without_spills(variant, tmp_path) -> None:
+    """A choice takes two warp-wide reductions, by largest and by lowest id; a choice among groups the same."""
+    remarks = compile_remarks(variant, tmp_path)
+    spills = re.findall(r"(\d+) bytes spill", remarks)
+    assert spills and all(int(n) == 0 for n in spills), remarks
+    (ptx,) = tmp_path.glob("*.ptx")
+    text = ptx.read_text()
+    for order in ("max", "min"):
+        assert text.count(f"redux.sync.{order}.s32") == (2 if variant.groups > 1 else 1)
+    before, waits, _ = text.partition("griddepcontrol.wait")
+    assert waits and "ld.global" not in before and text.count("griddepcontrol.launch_dependents") == 1
+
+
+@needs_dsl
+def test_keys_order_as_the_numbers_do() -> None:
+    from tests.verify_kernels.cute.moe_on_cpu import keys_of
+
+    values = np.float32([-np.inf, -3e38, -2.5, -1e-40, 0.0, 1e-40, 0.5, np.nextafter(np.float32(0.5), 1), 7.0, 3e38, np.inf])
+    keys = keys_of(values.view(np.int32))
+    assert (np.diff(keys.astype(np.int64)) > 0).all() and keys[0] > np.iinfo(np.int32).min
+
+
 def test_rings_of_two_ctas_fit_into_shared_memory() -> None:
     for tokens, down in itertools.product((8, 16, 32, 64), (False, True)):
         for num_experts, top_k in ((1, 1), (8, 2), (128, 8), (256, 8), (896, 16), (1024, 32)):
@@ -322,6 +352,10 @@ def test_choice_and_errors() -> None:
     ):
         with pytest.raises(KernelError, match=words):
             choose(*arguments)
+    with pytest.raises(KernelError, match="dtype is torch.float64, allowed: bfloat16, float16, float32"):
+        choose_route(torch.float64, 128, 8, True)
+    with pytest.raises(KernelError, match="found 8 of 2048 in 1 groups, allowed: 1 to 32 of up to 1024"):
+        choose_route(torch.float32, 2048, 8, True)
     pair = choose(torch.bfloat16, 8, 4, 2)
     ids, weights = torch.zeros(9, 2, dtype=torch.int64), torch.zeros(9, 2)
     x, gate_up, down = torch.zeros(9, 16), torch.zeros(4, 24, 16), torch.zeros(4, 16, 12)
@@ -346,4 +380,4 @@ def test_unsupported_variants(field, value, words) -> None:
 
 
 def test_not_served_before_it_was_measured() -> None:
-    assert "moe_experts" in UNMEASURED
+    assert {"moe_experts", "moe_route"} <= set(UNMEASURED)

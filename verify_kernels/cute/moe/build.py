@@ -11,13 +11,26 @@ import cutlass.cute as cute
 from verify_kernels.cute.fake import DTYPES, compact, f32, i32, i64, size, stream, stride, strided
 from verify_kernels.cute.moe.kernel import Experts
 from verify_kernels.cute.moe.pack import PART_BYTES
-from verify_kernels.cute.variants import ExpertsVariant
+from verify_kernels.cute.moe.route import Route
+from verify_kernels.cute.variants import ExpertsVariant, RouteVariant
 
 
-def compiled(variant: ExpertsVariant, options: str) -> Any:
+def compiled(variant: ExpertsVariant | RouteVariant, options: str) -> Any:
     """The DSL's compiled function of a variant."""
     constants = dataclasses.asdict(variant)
-    dtype = DTYPES[constants.pop("dtype")]
+    dtype = (DTYPES | {"float32": f32})[constants.pop("dtype")]
+    if isinstance(variant, RouteVariant):
+        tokens, picks = size(), variant.top_k
+        return cute.compile(
+            Route(dtype, **constants),
+            strided(dtype, (tokens, variant.experts), (stride(), 1), assumed_align=dtype.width // 8),
+            compact(f32, variant.experts) if variant.bias else None,
+            compact(f32, tokens, picks, align=4),
+            compact(i64, tokens, picks, align=8),
+            f32(1.0),
+            stream(),
+            options=options,
+        )
     kernel = Experts(dtype, **constants)
     tokens, inner, picks = size(), size(divisibility=8), variant.top_k
     if variant.kind == "plain":

@@ -1,7 +1,7 @@
 """Grouped products of a few tokens with their experts for Hopper (sm_90a), at the speed of reading the experts once.
 
 Two launches make a mixture of experts. The first (`down=False`) multiplies gate and up of every expert that any token
-picked, takes SwiGLU of them and the token's routing weight into `hidden`, whose rows are the (token, pick) pairs sorted by
+picked, takes SwiGLU (or Kimi-K3's SiTU-GLU) of them and the token's routing weight into `hidden`, whose rows are the (token, pick) pairs sorted by
 expert, then by token. The second (`down=True`) multiplies those rows and adds up each token's. The weights are the M side
 of wgmma and an expert's own tokens its N side, 8, 16 or 32 of them: an expert with more comes again, from L2.
 
@@ -113,6 +113,7 @@ class Experts:
         *,
         down: bool,
         kind: str,
+        situ: tuple[float, float] | None,
         pdl: bool,
     ) -> None:
         if tokens not in (8, 16, 32, 64):
@@ -124,7 +125,7 @@ class Experts:
         if kind != "plain" and dtype is not cutlass.BFloat16:
             raise ValueError(f"experts: dtype is {dtype} with {kind}, allowed: bfloat16")
         self.dtype, self.tokens, self.experts, self.top_k, self.stages = dtype, tokens, experts, top_k, stages
-        self.down, self.kind, self.pdl = down, kind, pdl
+        self.down, self.kind, self.situ, self.pdl = down, kind, situ, pdl
         self.plain = kind == "plain"
         self.columns = min(tokens, MOST_COLUMNS)
         self.gather = not down and tokens > 8  # else x comes in boxes: all tokens, or rows that lie together
@@ -840,7 +841,7 @@ class Experts:
     def store_hidden(
         self, acc: cute.Tensor, y: cute.Tensor, picks: Picks, which: Int32, row_tile: Int32, group: Int32, local: Int32
     ) -> None:
-        """weight * SwiGLU of this thread's sums: row r of the warp's 16 is a channel's gate, row r + 8 its up."""
+        """weight * SwiGLU (or SiTU-GLU) of this thread's sums: row r of the warp's 16 is a channel's gate, row r + 8 its up."""
         lane = cute.arch.lane_idx()
         sums = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.columns // 8)))  # (column, gate or up, block)
         channel = (row_tile * self.rows + group * 64 + local // 32 * 16) // 2 + lane // 4
@@ -855,7 +856,13 @@ class Experts:
                     there = ((picks.masks[0, expert] >> c) & 1) != 0
                 if there and channel < y.shape[1]:
                     gate, up = sums[a, 0, b], sums[a, 1, b]
-                    value = gate * up / (1.0 + cute.math.exp2(-gate * LOG2_E, fastmath=True))
+                    if const_expr(self.situ is not None):
+                        beta, linear_beta = self.situ
+                        sigmoid = 1.0 / (1.0 + cute.math.exp2(-gate * LOG2_E, fastmath=True))
+                        gate = beta * cute.math.tanh(gate * (1.0 / beta), fastmath=True) * sigmoid
+                        value = gate * linear_beta * cute.math.tanh(up * (1.0 / linear_beta), fastmath=True)
+                    else:
+                        value = gate * up / (1.0 + cute.math.exp2(-gate * LOG2_E, fastmath=True))
                     y[place, channel] = (value * picks.weights[place]).to(self.dtype)
 
     @cute.jit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verify_kernels.cute.moe.pack import PART_BYTES
-from verify_kernels.cute.variants import ExpertsVariant
+from verify_kernels.cute.variants import ExpertsVariant, RouteVariant
 from verify_kernels.errors import INSTEAD, KernelError
 
 Kernel = Callable[..., None]
@@ -44,9 +44,15 @@ def stages(tokens: int, experts: int, top_k: int, down: bool, kind: str = "plain
 
 
 def choose(
-    dtype: torch.dtype, tokens: int, experts: int, top_k: int, kind: str = "plain"
+    dtype: torch.dtype,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    kind: str = "plain",
+    situ: tuple[float, float] | None = None,
 ) -> tuple[ExpertsVariant, ExpertsVariant]:
-    """The variants of both products for up to `tokens` tokens. kind: "plain", "fp8" or "mxfp4"."""
+    """The variants of both products for up to `tokens` tokens. kind: "plain", "fp8" or "mxfp4"; situ: beta and linear beta
+    where the activation is SiTU-GLU."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"experts: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
     if kind != "plain" and dtype != torch.bfloat16:
@@ -59,9 +65,43 @@ def choose(
     name = str(dtype).removeprefix("torch.")
 
     def variant(down: bool) -> ExpertsVariant:
-        return ExpertsVariant(name, padded, experts, top_k, stages(padded, experts, top_k, down, kind), down, kind)
+        deep = stages(padded, experts, top_k, down, kind)
+        return ExpertsVariant(name, padded, experts, top_k, deep, down, kind, None if down else situ)
 
     return variant(False), variant(True)
+
+
+def choose_route(
+    dtype: torch.dtype,
+    experts: int,
+    top_k: int,
+    renormalize: bool,
+    *,
+    scores: str = "softmax",
+    bias: bool = False,
+    num_groups: int = 1,
+    top_groups: int = 1,
+) -> RouteVariant:
+    """The variant of the choice of experts; see `verify_kernels.reference.moe.moe_route`."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise KernelError(f"router_logits: dtype is {dtype}, allowed: bfloat16, float16, float32, {INSTEAD}")
+    if not (1 <= top_k <= min(experts, 32) and experts <= 1024 and num_groups <= 32):
+        raise KernelError(
+            f"router_logits: found {top_k} of {experts} in {num_groups} groups, allowed: 1 to 32 of up to 1024 in up to 32, "
+            f"{INSTEAD}"
+        )
+    name = str(dtype).removeprefix("torch.")
+    return RouteVariant(name, experts, top_k, renormalize, scores, bias, num_groups, top_groups)
+
+
+def route(
+    kernel: Kernel, variant: RouteVariant, logits: Tensor, bias: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """logits [T, E], bias [E] float32 -> (weights [T, k] float32, ids [T, k] int64)."""
+    weights = torch.empty(logits.shape[0], variant.top_k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(weights.shape, dtype=torch.int64, device=logits.device)
+    kernel(logits, bias, weights, ids, scale)
+    return weights, ids
 
 
 @functools.cache
