@@ -86,7 +86,8 @@ class LinearVariant:
     """Constants of the small-T linear; see `linear.kernel.Linear`.
 
     tokens: columns of the product, 8, 16, 32 or 64, of which a call may use fewer; rows, tile_k: the tile of weights
-    that a stage holds; rms_in, rms_out: the norm before and the norm after; cluster: CTAs that share the reading of x, more
+    that a stage holds; rms_in, rms_out: the norm before and the norm after; kind: of weights, "plain" for 16 bits,
+    "fp8" as `linear.pack` has them; cluster: CTAs that share the reading of x, more
     than 1 for whole row tiles only; prefetch: tiles that L2 is asked for beyond the ring.
     """
 
@@ -101,6 +102,7 @@ class LinearVariant:
     swiglu: bool = False
     rms_in: bool = False
     rms_out: bool = False
+    kind: str = "plain"
     cluster: int = 1
     prefetch: int = 0
     pdl: bool = True
@@ -109,7 +111,8 @@ class LinearVariant:
     def name(self) -> str:
         flags = {
             "bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "rmsin": self.rms_in, "rmsout": self.rms_out,
-            f"c{self.cluster}": self.cluster > 1, f"l{self.prefetch}": self.prefetch > 0, "nopdl": not self.pdl,
+            self.kind: self.kind != "plain", f"c{self.cluster}": self.cluster > 1,
+            f"l{self.prefetch}": self.prefetch > 0, "nopdl": not self.pdl,
         }
         ends = "".join(f"_{name}" for name, on in flags.items() if on)
         return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
@@ -120,8 +123,7 @@ class ExpertsVariant:
     """Constants of the grouped products of a mixture of experts; see `moe.kernel.Experts`.
 
     tokens: columns, 8, 16, 32 or 64, of which a call may use fewer; top_k of experts; down: the second product; kind:
-    of weights, "plain" for 16 bits, "fp8" or "mxfp4" as `moe.pack` has them; situ: beta and linear beta of SiTU-GLU in
-    place of SwiGLU, in the first product.
+    of weights, "plain" for 16 bits, "fp8" or "mxfp4" as `moe.pack` has them.
     """
 
     family: ClassVar = "moe"
@@ -132,34 +134,12 @@ class ExpertsVariant:
     stages: int
     down: bool
     kind: str = "plain"
-    situ: tuple[float, float] | None = None
     pdl: bool = True
 
     @property
     def name(self) -> str:
         ends = ("_down" if self.down else "_gate_up") + ("" if self.pdl else "_nopdl")
-        ends += "_situ%g_%g" % self.situ if self.situ else ""
         return f"experts_{self.dtype}_{self.kind}_t{self.tokens}_e{self.experts}_k{self.top_k}_s{self.stages}{ends}"
 
 
-@dataclasses.dataclass(frozen=True)
-class RouteVariant:
-    """Constants of the choice of experts; see `moe.route.Route`. dtype: of the logits, also "float32"."""
-
-    family: ClassVar = "moe"
-    dtype: str
-    experts: int
-    top_k: int
-    renormalize: bool
-    scores: str = "softmax"
-    bias: bool = False
-    groups: int = 1
-    top_groups: int = 1
-
-    @property
-    def name(self) -> str:
-        ends = ("_bias" if self.bias else "") + ("_sum1" if self.renormalize else "")
-        return f"route_{self.dtype}_{self.scores}_e{self.experts}_k{self.top_k}_g{self.top_groups}of{self.groups}{ends}"
-
-
-AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant
+AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from eval import bench_linear
 from tests.verify_kernels.compiled import compile_remarks
 from verify_kernels.cute import compile as kernels
+from verify_kernels.cute.linear.pack import BYTES, pack
 from verify_kernels.cute.linear.run import choose, linear
 from verify_kernels.cute.linear.schedule import (
     SHARED_MEMORY,
@@ -26,6 +27,7 @@ from verify_kernels.cute.linear.schedule import (
 )
 from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.errors import KernelError
+from verify_kernels.quantized import quantize_fp8
 
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
 
@@ -39,8 +41,11 @@ COMPILED = [
     choose(torch.bfloat16, 64, residual=True, rms_out=True),
     choose(torch.bfloat16, 32, (4096, 12288), residual=True, rms_out=True),
     choose(torch.float16, 64, (24576, 4096), swiglu=True, rms_in=True),
-    bench_linear.variant("m48 half l2 c2", 32, rms_in=True),
+    bench_linear.variant("m48 half l2", 32, rms_in=True),
+    bench_linear.variant("m48 c2", 32, rms_in=True),
     bench_linear.variant("m32 c4", 64),
+    bench_linear.variant("fp8 m64", 64, swiglu=True, rms_in=True),
+    bench_linear.variant("fp8 m32 k512", 16, residual=True, rms_out=True),
 ]
 
 
@@ -146,14 +151,16 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     assert spills and all(int(n) == 0 for n in spills), remarks
     assert "wgmma.mma_async instructions are serialized" not in remarks
     resident = 2 if variant.stages == ring(variant, 2) else 1
-    groups = -(-variant.rows // 64)
+    packed = variant.kind != "plain"
+    sides = variant.tile_k // 128 if packed else 1
+    groups = -(-variant.rows // 64) * sides
     (registers,) = map(int, re.findall(r"Used (\d+) registers", remarks))
     assert resident * registers * (groups * 128 + (96 if variant.rms_in else 64)) <= REGISTERS
     (ptx,) = tmp_path.glob("*.ptx")
     text = ptx.read_text()
     assert (
         len(re.findall(rf"wgmma\.mma_async\.sync\.aligned\.m64n{variant.tokens}k16\.f32\.b?f16", text))
-        == variant.tile_k // 16
+        == variant.tile_k // sides // 16
     )
     assert "griddepcontrol.launch_dependents" in text
 
@@ -161,7 +168,8 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     boxes = variant.tile_k // 64
     warps = text.split("griddepcontrol.launch_dependents")
     assert len(warps) == 2 and "griddepcontrol.wait" not in warps[0]
-    of_w = boxes * (3 if variant.prefetch else 1)
+    of_w = 0 if packed else boxes * (3 if variant.prefetch else 1)
+    assert warps[0].count("cp.async.bulk.shared::cluster.global") == packed * variant.rows // 16
     assert text.count("cp.async.bulk.tensor") == of_w + boxes
     assert text.partition("griddepcontrol.wait")[0].count("cp.async.bulk.tensor") == of_w
     assert text.count("cp.async.bulk.prefetch.tensor") == boxes * 2 * (variant.prefetch > 0)
@@ -182,6 +190,9 @@ def test_rings_fit_into_shared_memory(variant):
     barriers = 8 * (2 * variant.stages + 1) + 64
     head = -(-(barriers + sums) // 1024) * 1024
     stage = (variant.rows + variant.tokens) * variant.tile_k * 2
+    if variant.kind == "fp8":
+        stage = variant.rows * variant.tile_k * BYTES // 2048 + variant.tokens * variant.tile_k * 2
+        head += 512 * 4 * variant.tokens // 8 * (variant.tile_k // 128 - 1)  # sums of the warpgroups beside the first
     assert head + variant.stages * stage <= SHARED_MEMORY
     assert variant.stages == ring(variant, 1) or 2 * (head + variant.stages * stage + 1024) <= SHARED_MEMORY + 1024
     # wgmma reads 64 rows of a low tile: at the ring's end those of x.
@@ -190,7 +201,7 @@ def test_rings_fit_into_shared_memory(variant):
 
 
 def ring(variant, resident):
-    return stages(variant.rows, variant.tile_k, variant.tokens, resident)
+    return stages(variant.rows, variant.tile_k, variant.tokens, resident, variant.kind)
 
 
 @needs_dsl
@@ -200,7 +211,8 @@ def ring(variant, resident):
         ("tokens", 24, "tokens is 24, allowed: 8, 16, 32, 64"),
         ("rows", 72, "rows is 72, allowed: multiples of 16 up to 256"),
         ("rows", 264, "rows is 264, allowed: multiples of 40 up to 256"),
-        ("tile_k", 32, "tile_k is 32, allowed: 64, 128, 256"),
+        ("tile_k", 32, "tile_k is 32, allowed: 64, 128, 256, 512"),
+        ("kind", "int3", "kind is 'int3', allowed: plain, fp8"),
         ("cluster", 3, "cluster is 3, allowed: 1, 2, 4"),
     ],
 )
@@ -220,11 +232,54 @@ def test_choice_and_errors():
         choose(torch.float32, 8)
     with pytest.raises(KernelError, match=r"found 65 tokens, allowed: 1 to 64"):
         choose(torch.bfloat16, 65)
+    fp8 = choose(torch.bfloat16, 8, (4096, 4096), kind="fp8", rms_in=True)
+    assert fp8 == bench_linear.variant("fp8 m32 k512", 8, rms_in=True)
+    assert choose(torch.bfloat16, 8, (24576, 4096), kind="fp8", swiglu=True).rows == 64
+    with pytest.raises(KernelError, match=r"dtype is torch.float16 with fp8 weights, allowed: torch.bfloat16"):
+        choose(torch.float16, 8, kind="fp8")
     x, w = torch.zeros(9, 64), torch.zeros(24, 64)
     with pytest.raises(ValueError, match="found 9 tokens, allowed by .*: 8"):
         linear(None, choose(torch.bfloat16, 8), x, w, x)
     with pytest.raises(ValueError, match="found 24 rows of gate and up, allowed: multiples of 16"):
-        linear(None, choose(torch.bfloat16, 16, swiglu=True), x, w, x)
+        linear(None, choose(torch.bfloat16, 16, swiglu=True), x, w, torch.zeros(9, 12))
+    with pytest.raises(ValueError, match=r"found packed weights of \(2, 4, 2064\), allowed: \(3, 4, 2064\)"):
+        linear(None, choose(torch.bfloat16, 16, kind="fp8"), x, pack(quantize_fp8(w)), torch.zeros(9, 40))
+
+
+@pytest.mark.parametrize(("n", "k", "gate_up"), [(16, 128, False), (200, 520, False), (272, 640, True), (8, 8, False)])
+def test_packed_e4m3_is_what_a_thread_of_wgmma_multiplies(n, k, gate_up):
+    torch.manual_seed(n)
+    whole = quantize_fp8(torch.randn(n, k) * torch.rand(n, 1))
+    codes = whole.values.view(torch.uint8)
+    packed = pack(whole, gate_up)
+    assert packed.shape == (-(-n // 16), -(-k // 512) * 4, BYTES) and packed.dtype == torch.uint8
+    words = packed[:, :, :2048].reshape(*packed.shape[:2], 4, 32, 16)
+    scales = packed[:, :, 2048:].contiguous().view(torch.float32)
+    seen = torch.zeros(n, k)
+    for lane in range(32):
+        for step in range(8):
+            quad = words[:, :, step // 2, lane].long().view(*packed.shape[:2], 4, 4)  # 4 words of 4 bytes
+            for register in range(4):  # as wgmma has A: (r, 2c), (r + 8, 2c), (r, 2c + 8), (r + 8, 2c + 8)
+                down, right = register % 2, register // 2
+                for e in range(2):  # low half of the word first
+                    byte = quad[:, :, step % 2 * 2 + right, 2 * e + (0 if down else 1)]
+                    for block in range(packed.shape[0]):
+                        row = 16 * block + lane // 4 + 8 * down
+                        source = row // 16 * 8 + row % 8 + (n // 2 if down else 0) if gate_up else row
+                        for b in range(packed.shape[1]):
+                            column = 128 * b + 16 * step + 8 * right + lane % 4 * 2 + e
+                            if row >= n or column >= k:
+                                assert byte[block, b] == 0
+                            else:
+                                assert byte[block, b] == codes[source, column]
+                                assert scales[block, b, down] == whole.scales[source // 128, column // 128]
+                                seen[source, column] += 1
+    assert bool((seen == 1).all())
+
+
+def test_packing_wants_whole_rows_of_gate_and_up():
+    with pytest.raises(ValueError, match="found 24 rows of gate and up, allowed: multiples of 16"):
+        pack(quantize_fp8(torch.randn(24, 128)), gate_up=True)
 
 
 def test_variant_names_differ():
@@ -238,11 +293,11 @@ def test_the_summary_says_what_matters():
         {"job": "check", "config": "m64", "tokens": 8, "failed": "took too long"},
         {"job": "chain", "mix": "m64", "tokens": 8, "skipped": "its kernel failed before"},
         *({"job": "chain", "mix": m, "tokens": 8, "us": 1.0, "tbps": 4.0, "bits": 1} for m in ("torch", "whole")),
-        {"job": "chain", "mix": "whole c2", "tokens": 8, "us": 1.0, "tbps": 4.4, "bits": 2},
+        {"job": "chain", "mix": "whole c2", "tokens": 8, "us": 0.8, "tbps": 5.0, "bits": 2},
     ]
     text = bench_linear.summary(results)
     assert text.startswith("4 random cases, 0 bad, largest relative error 1.00e-03; jobs failed 1, skipped 1")
-    assert re.search(r"whole +- +4\.00\(1\.00\)", text) and re.search(r"whole c2 +- +4\.40\(1\.10\)", text)
+    assert re.search(r"whole +- +4\.00\(1\.00\)", text) and re.search(r"whole c2 +- +5\.00\(1\.25\)", text)
     assert "T=8: chains of the same sums differ bit by bit" in text
 
 

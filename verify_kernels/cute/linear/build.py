@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 
 from verify_kernels.cute.fake import DTYPES, compact, f32, i32, size, stream, stride, strided
 from verify_kernels.cute.linear.kernel import Linear
+from verify_kernels.cute.linear.pack import BYTES
 from verify_kernels.cute.variants import LinearVariant
 
 
@@ -25,7 +27,7 @@ def compiled(variant: LinearVariant, options: str) -> Any:
     return cute.compile(
         Linear(dtype, **constants),
         matrix(tokens, k, align=8),
-        matrix(rows, k, align=8),
+        matrix(rows, k, align=8) if variant.kind == "plain" else compact(cutlass.Uint8, size(), size(), BYTES),
         matrix(tokens, size(), align=1),
         compact(f32, size(), -(-variant.rows // 64), variant.tokens // 8, 128, 4),
         compact(i32, size()),

@@ -9,9 +9,13 @@ The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles t
 float32 through L2, in the order of k whoever comes last, so results do not change from run to run. CTAs with whole row
 tiles only may form clusters, which read x once: each box of x is asked for by one CTA and sent to all.
 
+Weights in e4m3 come packed (`pack.py`): each thread makes bf16 of its own values in registers, from where wgmma takes
+them, and puts their blocks' scales to what each block adds. Warpgroups then share a tile's columns, 128 each, and their
+sums meet in shared memory.
+
 RMSNorm takes no kernel of its own. The kernel that writes the residual stream h (`rms_out`) also writes h times the
-next norm's weight, and what each warpgroup's rows add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies its
-sums by 1 / rms, which a spare warp makes of those while the weights stream.
+next norm's weight, and what each warpgroup's rows add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies
+its sums by 1 / rms, which a spare warp makes of those while the weights stream.
 
 Launched with programmatic dependent launch, the ring fills with weights, which no kernel writes, before x is waited
 for. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
@@ -26,6 +30,9 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from verify_kernels.cute.linear.dequantize import e4m3_factor, e4m3_pairs, multiply
+from verify_kernels.cute.linear.pack import BYTES, COLUMNS, ROWS
 
 WARPGROUP = 128
 BOX = 64  # columns of a TMA box: 128 bytes, one swizzle row
@@ -48,6 +55,7 @@ class Linear:
         swiglu: bool,
         rms_in: bool,
         rms_out: bool,
+        kind: str,
         cluster: int,
         prefetch: int,
         pdl: bool,
@@ -58,8 +66,17 @@ class Linear:
         step = groups * (16 if swiglu else 8)
         if rows % step or not step <= rows <= 256:
             raise ValueError(f"linear: rows is {rows}, allowed: multiples of {step} up to 256")
-        if tile_k not in (64, 128, 256):
-            raise ValueError(f"linear: tile_k is {tile_k}, allowed: 64, 128, 256")
+        if tile_k not in (64, 128, 256, 512):
+            raise ValueError(f"linear: tile_k is {tile_k}, allowed: 64, 128, 256, 512")
+        if kind not in ("plain", "fp8"):
+            raise ValueError(f"linear: kind is {kind!r}, allowed: plain, fp8")
+        if kind == "fp8" and (rows % ROWS or rows > 64 or tile_k == 64 or dtype is not cutlass.BFloat16):
+            raise ValueError(
+                f"linear: found {dtype} and tiles of {rows} x {tile_k}, allowed with fp8: bfloat16 and 16, 32, 48 or 64 "
+                f"x 128, 256 or 512"
+            )
+        if kind == "fp8" and prefetch:
+            raise ValueError("linear: found fp8 with prefetch, allowed: without")
         if cluster not in (1, 2, 4):
             raise ValueError(f"linear: cluster is {cluster}, allowed: 1, 2, 4")
         if swiglu and (bias or residual):
@@ -72,7 +89,11 @@ class Linear:
         self.cluster, self.prefetch = cluster, prefetch
         self.groups, self.part = groups, rows // groups  # warpgroups, and the rows of each
         self.boxes = tile_k // BOX
-        self.stage_bytes = (rows + tokens) * tile_k * 2
+        self.plain = kind == "plain"
+        self.sides = 1 if self.plain else tile_k // COLUMNS  # warpgroups that share a tile's columns
+        self.threads = groups * self.sides * WARPGROUP
+        w_bytes = rows * tile_k * 2 if self.plain else rows // ROWS * self.sides * BYTES
+        self.stage_bytes = w_bytes + tokens * tile_k * 2
         # Half of an SM's shared memory: the next kernel's CTAs fill their rings while this one still runs.
         self.resident = 2 if self.stage_bytes * stages <= 112 * 1024 else 1
         self.at_once = {8: 8, 16: 8, 32: 4, 64: 2}[tokens]  # partial sums in flight: at most 64 registers
@@ -81,7 +102,7 @@ class Linear:
     def __call__(
         self,
         x: cute.Tensor,  # [T, K], rows may be strided
-        w: cute.Tensor,  # [N, K], rows may be strided
+        w: cute.Tensor,  # [N, K], rows may be strided; packed: [N / 16, K / 128, bytes] uint8
         y: cute.Tensor,  # [T, N], or [T, N / 2] with swiglu
         partial: cute.Tensor,  # [2 * units, groups, tokens / 8, 128, 4] float32
         counters: cute.Tensor,  # [units * groups] int32, zero before and after
@@ -97,28 +118,33 @@ class Linear:
         stream: Any,
     ) -> None:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        x, w = self.rows_apart(x), self.rows_apart(w)
-        w_layout = cute.tile_to_shape(atom, (self.rows, self.tile_k, self.stages), (0, 1, 2))
+        x = self.rows_apart(x)
         x_layout = cute.tile_to_shape(atom, (self.tokens, self.tile_k, self.stages), (0, 1, 2))
         load: Any = cpasync.CopyBulkTensorTileG2SOp()
-        w_atom, w_tma = cpasync.make_tiled_tma_atom(
-            load, w, cute.tile_to_shape(atom, (self.rows, BOX), (0, 1)), (self.rows, BOX)
-        )
+        if const_expr(self.plain):
+            w_layout = cute.tile_to_shape(atom, (self.rows, self.tile_k, self.stages), (0, 1, 2))
+            w_atom, w = cpasync.make_tiled_tma_atom(
+                load, self.rows_apart(w), cute.tile_to_shape(atom, (self.rows, BOX), (0, 1)), (self.rows, BOX)
+            )
+        else:
+            w_atom = None
+            w_layout = cute.make_layout((BYTES // 4, self.sides, self.rows // ROWS, self.stages))
         if const_expr(self.cluster > 1):
             load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_atom, x_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.tile_to_shape(atom, (self.tokens, BOX), (0, 1)), (self.tokens, BOX)
         )
         major = warpgroup.OperandMajorMode.K
+        source = warpgroup.OperandSource.SMEM if self.plain else warpgroup.OperandSource.RMEM
         mma = hopper.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, self.tokens)
+            self.dtype, self.dtype, major, major, Float32, (1, 1, 1), (64, self.tokens), source
         )
         self.kernel(
-            w_atom, w_tma, x_atom, x_tma, w, y, partial, counters, bias, residual, squares, eps, norm, scaled, squares_out,
+            w_atom, w, x_atom, x_tma, y, partial, counters, bias, residual, squares, eps, norm, scaled, squares_out,
             share, w_layout, x_layout, mma,
         ).launch(
             grid=[units, 1, 1],
-            block=[self.groups * WARPGROUP + (96 if self.rms_in else 64), 1, 1],
+            block=[self.threads + (96 if self.rms_in else 64), 1, 1],
             cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.resident,
@@ -135,11 +161,10 @@ class Linear:
     @cute.kernel
     def kernel(
         self,
-        w_atom: cute.CopyAtom,
-        w_tma: cute.Tensor,
-        x_atom: cute.CopyAtom,
-        x_tma: cute.Tensor,
+        w_atom: cute.CopyAtom | None,
         w: cute.Tensor,
+        x_atom: cute.CopyAtom,
+        x: cute.Tensor,
         y: cute.Tensor,
         partial: cute.Tensor,
         counters: cute.Tensor,
@@ -151,7 +176,7 @@ class Linear:
         scaled: cute.Tensor | None,
         squares_out: cute.Tensor | None,
         share: Int32,
-        w_layout: cute.ComposedLayout,
+        w_layout: cute.Layout | cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
         mma: cute.TiledMma,
     ) -> None:
@@ -166,39 +191,48 @@ class Linear:
         rms = smem.allocate_tensor(Float32, cute.make_layout(self.tokens), 16)
         warp_squares = smem.allocate_tensor(Float32, cute.make_layout((self.tokens, 4, self.groups)), 16)
         arrived = smem.allocate_tensor(Int32, cute.make_layout(self.groups), 16)
-        s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
+        if const_expr(self.plain):
+            s_w = smem.allocate_tensor(self.dtype, w_layout.outer, 1024, w_layout.inner)
+        else:
+            s_w = smem.allocate_tensor(Int32, w_layout, 1024)
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, 1024, x_layout.inner)
+        side_sums = None
+        if const_expr(self.sides > 1):
+            layout = cute.make_layout((4, WARPGROUP, self.tokens // 8, self.sides - 1))
+            side_sums = smem.allocate_tensor(Float32, layout, 16)
 
         if warp == 0:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + s, 1)
-                    cute.arch.mbarrier_init(empty + s, 4 * self.groups * self.cluster)
+                    cute.arch.mbarrier_init(empty + s, self.threads // 32 * self.cluster)
                 cute.arch.mbarrier_init(ready, 1)
-            cpasync.prefetch_descriptor(w_atom)
+            if const_expr(self.plain):
+                cpasync.prefetch_descriptor(w_atom)
             cpasync.prefetch_descriptor(x_atom)
         cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
 
-        k_tiles = (w.shape[1] + self.tile_k - 1) // self.tile_k
+        rows, columns = y.shape[1] * (2 if self.swiglu else 1), x.shape[1]
+        k_tiles = (columns + self.tile_k - 1) // self.tile_k
         begin = unit * share
         end = begin + share
         if const_expr(self.cluster == 1):  # in a cluster all take as many tiles, past the last row tile of zeros
-            end = cutlass.min(end, (w.shape[0] + self.rows - 1) // self.rows * k_tiles)
-        if warp == 4 * self.groups:
-            self.produce_w(w_atom, w_tma, s_w, full, empty, begin, end, k_tiles)
-        elif warp == 4 * self.groups + 1:
-            self.produce_x(x_atom, x_tma, s_x, full, empty, begin, end, k_tiles)
-        elif warp < 4 * self.groups:
+            end = cutlass.min(end, (rows + self.rows - 1) // self.rows * k_tiles)
+        if warp == self.threads // 32:
+            self.produce_w(w_atom, w, s_w, full, empty, begin, end, k_tiles)
+        elif warp == self.threads // 32 + 1:
+            self.produce_x(x_atom, x, s_x, full, empty, begin, end, k_tiles)
+        elif warp < self.threads // 32:
             self.consume(
-                mma, s_w, s_x, full, empty, arrived, w, y, partial, counters, bias, residual, ready, rms, norm, scaled,
-                squares_out, warp_squares, unit, share, begin, end, k_tiles, thread,
-            )
+                mma, s_w, s_x, side_sums, full, empty, arrived, rows, y, partial, counters, bias, residual, ready, rms,
+                norm, scaled, squares_out, warp_squares, unit, share, begin, end, k_tiles, thread,
+            )  # fmt: skip
         elif const_expr(self.rms_in):
             self.meet()
-            self.inverse_rms(squares, eps, w.shape[1], rms, ready)
+            self.inverse_rms(squares, eps, columns, rms, ready)
         if const_expr(self.cluster > 1):  # until nobody in the cluster writes here any more
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -237,8 +271,8 @@ class Linear:
     @cute.jit
     def produce_w(
         self,
-        atom: cute.CopyAtom,
-        w_tma: cute.Tensor,
+        atom: cute.CopyAtom | None,
+        w: cute.Tensor,
         s_w: cute.Tensor,
         full: cute.Pointer,
         empty: cute.Pointer,
@@ -247,7 +281,9 @@ class Linear:
         k_tiles: Int32,
     ) -> None:
         """One warp, which waits for no kernel before: none writes weights."""
-        w_s, w_g = self.boxes_of(atom, w_tma, s_w, self.rows)
+        w_s, w_g = s_w, w
+        if const_expr(self.plain):
+            w_s, w_g = self.boxes_of(atom, w, s_w, self.rows)
         count = end - begin
         if const_expr(self.prefetch == 0):
             for i in cutlass.range(count, unroll=1):
@@ -301,7 +337,7 @@ class Linear:
     @cute.jit
     def load_w(
         self,
-        atom: cute.CopyAtom,
+        atom: cute.CopyAtom | None,
         w_s: cute.Tensor,
         w_g: cute.Tensor,
         full: cute.Pointer,
@@ -316,9 +352,24 @@ class Linear:
         cute.arch.mbarrier_wait(empty + stage, (i // self.stages & 1) ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full + stage, self.stage_bytes)
-        for c in cutlass.range_constexpr(self.boxes):
-            box = tile % k_tiles * self.boxes + c
-            cute.copy(atom, w_g[None, tile // k_tiles, box], w_s[None, 0, c, stage], tma_bar_ptr=full + stage)
+        if const_expr(self.plain):
+            for c in cutlass.range_constexpr(self.boxes):
+                box = tile % k_tiles * self.boxes + c
+                cute.copy(atom, w_g[None, tile // k_tiles, box], w_s[None, 0, c, stage], tma_bar_ptr=full + stage)
+        else:
+            blocks = self.rows // ROWS
+            for b in cutlass.range_constexpr(blocks):  # past the last block, that again
+                block = cutlass.min(tile // k_tiles * blocks + b, w_g.shape[0] - 1)
+                source = w_g[block, tile % k_tiles * self.sides, None].iterator
+                with cute.arch.elect_one():
+                    cute.arch.inline_ptx(
+                        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
+                        read_only_args=[
+                            w_s[None, 0, b, stage].iterator.toint(), source.toint(), Int32(self.sides * BYTES),
+                            (full + stage).toint(),
+                        ],
+                    )  # fmt: skip
 
     @cute.jit
     def load_l2(self, atom: cute.CopyAtom, w_g: cute.Tensor, tile: Int32, k_tiles: Int32) -> None:
@@ -357,10 +408,11 @@ class Linear:
         mma: cute.TiledMma,
         s_w: cute.Tensor,
         s_x: cute.Tensor,
+        side_sums: cute.Tensor | None,
         full: cute.Pointer,
         empty: cute.Pointer,
         arrived: cute.Tensor,
-        w: cute.Tensor,
+        rows: Int32,
         y: cute.Tensor,
         partial: cute.Tensor,
         counters: cute.Tensor,
@@ -380,7 +432,50 @@ class Linear:
         thread: Int32,
     ) -> None:
         group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        side = Int32(0)
+        if const_expr(self.sides > 1):
+            group, side = Int32(0), group
         local = thread % WARPGROUP
+        acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
+        self.meet()
+        cute.arch.griddepcontrol_wait()
+
+        for n in cutlass.range(begin // k_tiles, (end + k_tiles - 1) // k_tiles, unroll=1):
+            first = cutlass.max(begin, n * k_tiles)
+            last = cutlass.min(end, (n + 1) * k_tiles)
+            acc.fill(0.0)
+            ends = self.ends(bias, residual, norm, rows, n, group, local)
+            if const_expr(self.plain):
+                self.multiply(mma, acc, s_w, s_x, full, empty, first - begin, last - begin, group)
+            else:
+                self.multiply_packed(mma, acc, s_w, s_x, full, empty, first - begin, last - begin, side, local)
+            if const_expr(self.sides > 1):
+                self.add_sides(acc, side_sums, side, local)
+            if side == 0:
+                finish = True
+                if const_expr(self.cluster == 1) and last - first < k_tiles:
+                    finish = self.share_sums(
+                        acc, arrived, partial, counters, unit, share, n, first, k_tiles, group, local
+                    )
+                if finish:
+                    if const_expr(self.rms_in):
+                        cute.arch.mbarrier_wait(ready, 0)
+                    self.store(acc, y, ends, rms, scaled, squares_out, warp_squares, rows, n, group, local)
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        s_w: cute.Tensor,
+        s_x: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        first: Int32,
+        last: Int32,
+        group: Int32,
+    ) -> None:
+        """Adds the products of tiles first to last, counted from this unit's first."""
         lanes = mma.get_slice(0)
         # (64, tile_k, stages): as the ring's own layout, with the rows of wgmma where that has those of a tile.
         own = cute.make_tensor(
@@ -392,41 +487,103 @@ class Linear:
         )
         f_w = mma.make_fragment_A(lanes.partition_A(own))
         f_x = mma.make_fragment_B(lanes.partition_B(s_x))
-        acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
         atom = cute.make_mma_atom(mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-        self.meet()
-        cute.arch.griddepcontrol_wait()
+        for i in cutlass.range(first, last, unroll=1):
+            stage, phase = i % self.stages, (i // self.stages) & 1
+            cute.arch.mbarrier_wait(full + stage, phase)
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(self.tile_k // 16):
+                cute.gemm(atom, acc, f_w[None, None, k, stage], f_x[None, None, k, stage], acc)
+            warpgroup.commit_group()
+            # One product stays in flight: the stage before is free.
+            warpgroup.wait_group(1)
+            if i > first:
+                self.release(empty + (i - 1) % self.stages)
+        warpgroup.wait_group(0)
+        self.release(empty + (last - 1) % self.stages)
 
-        for n in cutlass.range(begin // k_tiles, (end + k_tiles - 1) // k_tiles, unroll=1):
-            first = cutlass.max(begin, n * k_tiles)
-            last = cutlass.min(end, (n + 1) * k_tiles)
-            acc.fill(0.0)
-            ends = self.ends(bias, residual, norm, w.shape[0], n, group, local)
-            for tile in cutlass.range(first, last, unroll=1):
-                i = tile - begin
-                stage, phase = i % self.stages, (i // self.stages) & 1
-                cute.arch.mbarrier_wait(full + stage, phase)
+    @cute.jit
+    def multiply_packed(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        s_w: cute.Tensor,
+        s_x: cute.Tensor,
+        full: cute.Pointer,
+        empty: cute.Pointer,
+        first: Int32,
+        last: Int32,
+        side: Int32,
+        local: Int32,
+    ) -> None:
+        """As `multiply`, of this side's 128 columns. Half of them are made into bf16, then the other half."""
+        lanes = mma.get_slice(0)
+        sides = cute.flat_divide(s_x, (self.tokens, COLUMNS))[None, None, 0, None, None]
+        f_x = mma.make_fragment_B(lanes.partition_B(sides))
+        steps = COLUMNS // 16
+        words = cute.make_rmem_tensor(cute.make_layout((4, steps)), Int32)
+        words.fill(0)
+        f_w = mma.make_fragment_A(mma.partition_shape_A((64, COLUMNS)))
+        f_w = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), f_w.layout)
+        total = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        warp = cutlass.min(local // 32, self.rows // ROWS - 1)  # past a low tile's rows, the last again
+        for i in cutlass.range(first, last, unroll=1):
+            stage, phase = i % self.stages, (i // self.stages) & 1
+            cute.arch.mbarrier_wait(full + stage, phase)
+            block = s_w[None, side, warp, stage]
+            total.fill(0.0)
+            for half in cutlass.range_constexpr(2):
+                self.unpack(words, block, half)
                 warpgroup.fence()
-                for k in cutlass.range_constexpr(self.tile_k // 16):
-                    cute.gemm(atom, acc, f_w[None, None, k, stage], f_x[None, None, k, stage], acc)
+                for k in cutlass.range_constexpr(half * steps // 2, (half + 1) * steps // 2):
+                    cute.gemm(atom, total, f_w[None, None, k], f_x[None, None, k, side, stage], total)
                 warpgroup.commit_group()
-                # One product stays in flight: the stage before is free.
-                warpgroup.wait_group(1)
-                if tile > first:
-                    self.release(empty + (i - 1) % self.stages)
+            scales = cute.make_tensor(cute.recast_ptr(block.iterator, dtype=Float32), cute.make_layout(BYTES // 4))
+            both = scales[ROWS * COLUMNS // 4], scales[ROWS * COLUMNS // 4 + 1]  # of rows r and r + 8
             warpgroup.wait_group(0)
-            self.release(empty + (last - 1 - begin) % self.stages)
+            self.release(empty + stage)
+            sums = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, self.tokens // 8)))
+            more = cute.make_tensor(total.iterator, cute.make_layout((2, 2, self.tokens // 8)))
+            for b in cutlass.range_constexpr(self.tokens // 8):
+                for r in cutlass.range_constexpr(2):
+                    for a in cutlass.range_constexpr(2):
+                        sums[a, r, b] = sums[a, r, b] + both[r] * more[a, r, b]
 
-            finish = True
-            if const_expr(self.cluster == 1) and last - first < k_tiles:
-                finish = self.share_sums(acc, arrived, partial, counters, unit, share, n, first, k_tiles, group, local)
-            if finish:
-                if const_expr(self.rms_in):
-                    cute.arch.mbarrier_wait(ready, 0)
-                self.store(
-                    acc, y, ends, rms, scaled, squares_out, warp_squares, w.shape[0], n, group, local
-                )
+    @cute.jit
+    def unpack(self, words: cute.Tensor, block: cute.Tensor, half: cutlass.Constexpr[int]) -> None:
+        """Steps 4 half to 4 half + 4 of this thread's A."""
+        lane = cute.arch.lane_idx()
+        raw = cute.make_rmem_tensor(cute.make_layout(4), Int32)
+        quads = cute.make_tensor(block.iterator, cute.make_layout((4, 32, 4)))
+        factor = e4m3_factor()
+        for q in cutlass.range_constexpr(2 * half, 2 * half + 2):
+            cute.autovec_copy(quads[None, lane, q], raw)
+            for s in cutlass.range_constexpr(2):
+                for j in cutlass.range_constexpr(2):
+                    pairs = e4m3_pairs(raw[2 * s + j])
+                    for r in cutlass.range_constexpr(2):
+                        words[2 * j + r, 2 * q + s] = multiply(pairs[r], factor)
+
+    @cute.jit
+    def add_sides(self, acc: cute.Tensor, side_sums: cute.Tensor, side: Int32, local: Int32) -> None:
+        """The first warpgroup gets the sums of all."""
+        blocks = self.tokens // 8
+        sums = cute.make_tensor(acc.iterator, cute.make_layout((4, blocks)))
+        if side > 0:
+            for b in cutlass.range_constexpr(blocks):
+                cute.autovec_copy(sums[None, b], side_sums[None, local, b, side - 1])
+        cute.arch.barrier(barrier_id=2, number_of_threads=self.threads)
+        if side == 0:
+            more = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+            for s in cutlass.range_constexpr(self.sides - 1):
+                for b in cutlass.range_constexpr(blocks):
+                    cute.autovec_copy(side_sums[None, local, b, s], more)
+                    for e in cutlass.range_constexpr(4):
+                        sums[e, b] = sums[e, b] + more[e]
+        cute.arch.barrier(barrier_id=2, number_of_threads=self.threads)  # read before the next row tile's are written
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verify_kernels.cute.linear.pack import packed_shape
 from verify_kernels.cute.linear.schedule import plan, stages, tile
 from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.errors import INSTEAD, KernelError
@@ -32,23 +33,26 @@ def choose(
     tokens: int,
     shape: tuple[int, int] | None = None,
     *,
+    kind: str = "plain",
     multiprocessors: int = H200_MULTIPROCESSORS,
     **epilogue: bool,
 ) -> LinearVariant:
     """The variant for up to `tokens` tokens and weights of this shape [N, K], without one for any.
 
-    epilogue: bias, residual, swiglu, rms_in, rms_out.
+    kind: of weights, plain or fp8 (e4m3 in 128 x 128 blocks, as `pack.pack` makes them; x is bfloat16). epilogue: bias,
+    residual, swiglu, rms_in, rms_out.
     """
+    if kind != "plain" and dtype != torch.bfloat16:
+        raise KernelError(f"linear: dtype is {dtype} with {kind} weights, allowed: torch.bfloat16, {INSTEAD}")
     if dtype not in (torch.bfloat16, torch.float16):
         raise KernelError(f"linear: dtype is {dtype}, allowed: torch.bfloat16, torch.float16, {INSTEAD}")
     if not 1 <= tokens <= MAX_TOKENS:
         raise KernelError(f"linear: found {tokens} tokens, allowed: 1 to {MAX_TOKENS}, {INSTEAD}")
     padded = max(8, 1 << (tokens - 1).bit_length())
-    step = 16 if epilogue.get("swiglu") else 8
-    rows, k = tile(shape[0], padded, multiprocessors, step) if shape else (64, 128)
-    return LinearVariant(
-        str(dtype).removeprefix("torch."), padded, rows, k, stages(rows, k, padded), **epilogue
-    )
+    step = 16 if epilogue.get("swiglu") or kind != "plain" else 8
+    rows, k = tile(shape[0] if shape else 1, padded, multiprocessors, step, kind)
+    ring = stages(rows, k, padded, kind=kind)
+    return LinearVariant(str(dtype).removeprefix("torch."), padded, rows, k, ring, kind=kind, **epilogue)
 
 
 def variants_of(
@@ -93,19 +97,21 @@ def linear(
     after: Rows | None = None,
     schedule: tuple[int, int] | None = None,
 ) -> Tensor:
-    """x [T, K], weight [N, K], bias [N], residual [T, N] -> out [T, N] (with swiglu [T, N / 2]). Capturable.
+    """x [T, K], weight [N, K] or packed, bias [N], residual [T, N] -> out [T, N] (with swiglu [T, N / 2]). Capturable.
 
-    rms_in: x and squares are a `Rows`, whose norm has this eps. rms_out: after is filled, out's rows on their way through
-    a norm of weight `norm` [N]; see `rows_after`.
+    rms_in: x and squares are a `Rows`, whose norm has this eps. rms_out: after is filled, out's rows on their way
+    through a norm of weight `norm` [N]; see `rows_after`.
     Rows may lie apart (x, weight: by multiples of 16 bytes). K is a multiple of 8, T at most variant.tokens. schedule:
     (units, share), by default `schedule.plan`'s for the variant. The weights are read before earlier kernels of the
     stream are done: none of them may write them.
     """
-    rows, k = weight.shape
+    rows, k = out.shape[1] * (2 if variant.swiglu else 1), x.shape[1]
     if x.shape[0] > variant.tokens:
         raise ValueError(f"linear: found {x.shape[0]} tokens, allowed by {variant.name}: {variant.tokens}")
     if variant.swiglu and rows % 16:
         raise ValueError(f"linear: found {rows} rows of gate and up, allowed: multiples of 16")
+    if variant.kind == "fp8" and tuple(weight.shape) != packed_shape(rows, k):
+        raise ValueError(f"linear: found packed weights of {tuple(weight.shape)}, allowed: {packed_shape(rows, k)}")
     multiprocessors = _multiprocessors(x.device)
     units, share = schedule or _plan(
         rows, k, variant.rows, variant.tile_k, multiprocessors, cluster=variant.cluster

@@ -26,29 +26,37 @@ def most_contributors(row_tiles: int, k_tiles: int, share: int) -> int:
     return max(last - first + 1 for first, last in (contributors(n, k_tiles, share) for n in range(period)))
 
 
-def tile(rows: int, tokens: int, multiprocessors: int, step: int = 8) -> tuple[int, int]:
+def tile(rows: int, tokens: int, multiprocessors: int, step: int = 8, kind: str = "plain") -> tuple[int, int]:
     """(rows, k) of a tile for weights of so many rows: one row tile to a multiprocessor where that keeps nearly all of
     them busy, and x, which every one of them reads, is not much more than its weights.
 
     step: what the rows of a warpgroup are a multiple of. A stage of less than 16 KB of weights is not worth its
-    barrier, so low tiles are long, unless x takes the room.
+    barrier, so low tiles are long, unless x takes the room. Packed tiles are one warpgroup high and as long as makes
+    enough of them busy.
     """
     least = -(-rows // multiprocessors)
     groups = -(-least // 64)
     height = -(-least // (step * groups)) * step * groups
     row_tiles = -(-rows // height)
-    if not max(16, tokens // 2) <= height <= 192 or row_tiles * (1 + SLACK) < multiprocessors:
+    most = 192 if kind == "plain" else 64
+    if not max(16, tokens // 2) <= height <= most or row_tiles * (1 + SLACK) < multiprocessors:
         # The higher the tiles, the less often x is read: 2.5 % of the time of an LM head at 32 tokens.
-        height = 128 if least > 512 and tokens > 8 else 64
+        height = 128 if kind == "plain" and least > 512 and tokens > 8 else 64
+    if kind != "plain":
+        return height, 512 if height <= 32 and tokens <= 16 else 256
     return height, 256 if height <= 32 and tokens <= 16 else 128
 
 
-def stages(rows: int, tile_k: int, tokens: int, resident: int = 1) -> int:
+def stages(rows: int, tile_k: int, tokens: int, resident: int = 1, kind: str = "plain") -> int:
     """Stages of a ring that fills shared memory, or with `resident` CTAs on an SM their part of it."""
     room = SHARED_MEMORY if resident == 1 else (SHARED_MEMORY + 1024) // resident - 1024
     groups = -(-rows // 64)
     head = 4 * tokens * (1 + 4 * groups) + 4 * groups + 64  # 1 / rms, squares by warp, arrivals, gaps
-    stage = 2 * (rows + tokens) * tile_k
+    weights = 2 * rows * tile_k
+    if kind != "plain":
+        weights = rows * (tile_k + tile_k // 128)
+        head += (tile_k // 128 - 1) * tokens * 256  # sums of the warpgroups beside the first
+    stage = weights + 2 * tokens * tile_k
     found = (room - head - 1024) // (stage + 16)  # two barriers each; the ring begins at a multiple of 1024
     return int(found)
 
