@@ -123,7 +123,8 @@ class ExpertsVariant:
     """Constants of the grouped products of a mixture of experts; see `moe.kernel.Experts`.
 
     tokens: columns, 8, 16, 32 or 64, of which a call may use fewer; top_k of experts; down: the second product; kind:
-    of weights, "plain" for 16 bits, "fp8" or "mxfp4" as `moe.pack` has them.
+    of weights, "plain" for 16 bits, "fp8" or "mxfp4" as `moe.pack` has them; situ: beta and linear beta of SiTU-GLU in
+    place of SwiGLU, in the first product.
     """
 
     family: ClassVar = "moe"
@@ -134,12 +135,34 @@ class ExpertsVariant:
     stages: int
     down: bool
     kind: str = "plain"
+    situ: tuple[float, float] | None = None
     pdl: bool = True
 
     @property
     def name(self) -> str:
         ends = ("_down" if self.down else "_gate_up") + ("" if self.pdl else "_nopdl")
+        ends += "_situ%g_%g" % self.situ if self.situ else ""
         return f"experts_{self.dtype}_{self.kind}_t{self.tokens}_e{self.experts}_k{self.top_k}_s{self.stages}{ends}"
 
 
-AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant
+@dataclasses.dataclass(frozen=True)
+class RouteVariant:
+    """Constants of the choice of experts; see `moe.route.Route`. dtype: of the logits, also "float32"."""
+
+    family: ClassVar = "moe"
+    dtype: str
+    experts: int
+    top_k: int
+    renormalize: bool
+    scores: str = "softmax"
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+    @property
+    def name(self) -> str:
+        ends = ("_bias" if self.bias else "") + ("_sum1" if self.renormalize else "")
+        return f"route_{self.dtype}_{self.scores}_e{self.experts}_k{self.top_k}_g{self.top_groups}of{self.groups}{ends}"
+
+
+AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant
