@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,6 +34,17 @@ from dspark_runtime.timing import PhaseTimer
 from verify_kernels.batch import SCRATCH_PAGE, PassBatch, slots_of
 
 
+@dataclass
+class _Launched:
+    """A decode step that the host has yet to read."""
+
+    requests: list[Request]  # of row i
+    result: StepResult
+    packed: Tensor  # of the result, on the host once `done` has passed
+    done: torch.cuda.Event | None
+    timer: PhaseTimer
+
+
 class Engine:
     """Speculative decoding of many requests with one target and one drafter.
 
@@ -43,7 +54,9 @@ class Engine:
     max_prefill_tokens: prompt tokens of one prefill pass. rejection_sample_method: "auto" or a name of
     `acceptance.RULES`. synthetic: replaces the acceptance decision by a stated law. detokenize: needed for stop strings
     and for `RequestOutput.text`. cuda_graph: replay captured steps (CUDA only) where every request is greedy and none
-    asks for log-probabilities; other batches run the same step uncaptured. record_confidence: step records hold the
+    asks for log-probabilities; other batches run the same step uncaptured. async_scheduling: launch a step before the one
+    before it has been read, where nothing but a stop token can change what it has to do; outputs and records stay the same
+    (default: with cuda_graph). record_confidence: step records hold the
     drafts' confidences, which costs one more read of the device a step. record_experts: they count the experts that each
     MoE layer met, after the step's time was taken. scheduler: trims every step's trees before they are verified (CPU
     only).
@@ -66,6 +79,7 @@ class Engine:
         synthetic: SyntheticLaw | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         cuda_graph: bool = False,
+        async_scheduling: bool | None = None,
         record_confidence: bool = False,
         record_experts: bool = False,
         scheduler: Scheduler | None = None,
@@ -91,6 +105,7 @@ class Engine:
         self.max_model_len = max_model_len or limit
         self.max_prefill_tokens = max_prefill_tokens
         self.detokenize = detokenize
+        self.async_scheduling = cuda_graph if async_scheduling is None else async_scheduling
         self.record_confidence = record_confidence
         self.record_experts = record_experts
 
@@ -126,7 +141,8 @@ class Engine:
         self._next_generation = 0
         self._sampling: SamplingState | None = None  # None: the batch changed
         self._graphs = GraphCache() if cuda_graph else None
-        self._timer = PhaseTimer(device)
+        self._ahead: _Launched | None = None  # launched before the step before it was read
+        self._finished = 0.0  # when the last step was
         self.records: list[StepRecord] = []
         self.prefill_ms: list[float] = []
         self.num_preemptions = 0
@@ -282,8 +298,10 @@ class Engine:
         """One prefill pass or one decode step. Returns the requests that it changed.
 
         spec: another tree for this step only, no larger than the configured one (the seam of a scheduler); with k = 0
-        the drafter still runs, so that its own cache keeps up.
+        the drafter still runs, so that its own cache keeps up. Not with async_scheduling, which may have begun the step.
         """
+        if spec is not None and self.async_scheduling:
+            raise ConfigError("spec: found a tree for one step with async_scheduling, allowed: without it")
         if spec is not None and (spec.num_nodes > self.spec.num_nodes or spec.depth > self.spec.depth):
             raise ConfigError(
                 f"spec: found {spec.num_nodes} nodes of depth {spec.depth}, allowed: at most the configured "
@@ -293,13 +311,18 @@ class Engine:
             raise ConfigError(f"spec: {self.drafter.name} drafts chains only")
         if spec is not None and not spec.is_chain and acceptance.RULES[self._rule].needs_chain:
             raise ConfigError(f"spec: found a tree that branches with the rule {self._rule!r}, allowed: chains")
-        self._admit()
-        if not self._running:
-            return []
-        if any(r.computed < r.context_len for r in self._running):
-            self._prefill()
-            return []
-        return self._decode(spec)
+        launched, self._ahead = self._ahead, None
+        if launched is None:
+            self._admit()
+            if not self._running:
+                return []
+            if any(r.computed < r.context_len for r in self._running):
+                self._prefill()
+                return []
+            launched = self._launch(spec or self.spec)
+        if self._runs_ahead():
+            self._ahead = self._launch(self.spec, True)
+        return self._collect(launched)
 
     def _admit(self) -> None:
         """First come, first served, while there are rows and pages for the whole context and one tree."""
@@ -338,7 +361,9 @@ class Engine:
         if need > have:
             fresh = self.pool.take(need - have)
             request.pages += fresh
-            self._page_table[row, have:need] = torch.tensor(fresh, dtype=torch.int32, device=self._page_table.device)
+            # From pinned memory, so that a step under way is not waited for.
+            ids = torch.tensor(fresh, dtype=torch.int32, pin_memory=self._page_table.is_cuda)
+            self._page_table[row, have:need].copy_(ids, non_blocking=True)
 
     def _release(self, row: int) -> None:
         """Free the pages of the request in `row` and close the gap with the last row."""
@@ -364,6 +389,8 @@ class Engine:
                 buffer[row] = buffer[last]
         self._running.pop()
         self._sampling = None
+        if not self._running:
+            self._ahead = None
 
     def _preempt_newest(self) -> None:
         """Put the newest request back to the queue's head; it keeps its tokens and computes its cache again."""
@@ -419,13 +446,23 @@ class Engine:
             torch.cuda.synchronize(device)
         self.prefill_ms.append((time.perf_counter() - start) * 1e3)
 
-    def _decode(self, spec: TreeSpec | None) -> list[RequestOutput]:
-        self._timer.start()
-        active = self.drafter is not None and self.spec.num_drafts > 0
-        spec = spec or self.spec
-        self._reserve(self._nodes(spec))
+    def _runs_ahead(self) -> bool:
+        """Whether the next step may begin before the one under way is read: nobody waits for a row, no more than a stop
+        token can end a request now, and there are pages for all that the requests may still become."""
         running = self._running
-        num = len(running)
+        if not self.async_scheduling or self._waiting or not running:
+            return False
+        if self.scheduler is not None or self.record_confidence or self.record_experts or not self._params().all_greedy:
+            return False
+        # A step emits a token at least.
+        if any(r.params.stop or r.params.logprobs is not None or r.limit - r.seq_len <= 1 for r in running):
+            return False
+        nodes = self._nodes(self.spec)
+        need = sum(self.pool.pages_for(r.limit - 1 + nodes) - len(r.pages) for r in running)
+        return need <= self.pool.num_free
+
+    def _params(self) -> SamplingState:
+        running = self._running
         if self._sampling is None:
             self._sampling = SamplingState.build(
                 [r.params for r in running],
@@ -434,10 +471,20 @@ class Engine:
                 self.model.vocab_size,
                 self.model.device,
             )
+        return self._sampling
+
+    def _launch(self, spec: TreeSpec, ahead: bool = False) -> _Launched:
+        """Begin a decode step of all running requests. ahead: the one before it has not been read."""
+        timer = PhaseTimer(self.model.device)
+        active = self.drafter is not None and self.spec.num_drafts > 0
+        unread = spec.depth + 1 if ahead else 0  # tokens that a request may have become longer by
+        self._reserve(self._nodes(spec), unread)
+        running = self._running
+        num = len(running)
+        params = self._params()
         wanted = [r.params.logprobs for r in running if r.params.logprobs is not None]
         num_logprobs = max(wanted) if wanted else None
-        context = sum(r.context_len for r in running)
-        longest = max(r.seq_len for r in running)
+        longest = max(min(r.seq_len + unread, r.limit) for r in running)
 
         def run(mark: Callable[[str], None], max_seq_len: int) -> StepResult:
             state = BatchState(
@@ -456,46 +503,46 @@ class Engine:
                 self.cache,
                 self.drafter if active else None,
                 state,
-                self._sampling,
+                params,
                 spec,
                 self._rule,
                 self.synthetic,
                 self.scheduler,
                 self._steps[:num],
-                self._can_sample and not self._sampling.all_greedy,
+                self._can_sample and not params.all_greedy,
                 num_logprobs,
                 mark,
             )
 
-        self._timer.begin_device()
-        if self._graphs is not None and self._sampling.all_greedy and num_logprobs is None:
+        timer.begin_device()
+        if self._graphs is not None and params.all_greedy and num_logprobs is None:
             result = self._graphs.replay(
                 (num, spec, id(self.synthetic)),
                 run,
                 longest,
                 self.max_model_len,
                 (self._tokens, self._seq_lens, self._num_outputs, self._steps),
-                self._timer.mark,
+                timer.mark,
             )
         else:
-            result = run(self._timer.mark, longest)
-        packed = result.packed.tolist()  # the step's only read of the device, but for what a caller asked to see
-        confidence = result.confidence.tolist() if self.record_confidence and result.confidence is not None else None
-        outputs, record = self._collect(packed, result.logprobs, confidence, context)
-        record.ms = self._timer.finish()
-        if self.record_experts and result.experts:
-            layers = torch.stack(result.experts).flatten(1).tolist()
-            record.unique_experts = [len(set(layer)) for layer in layers]
-        self.records.append(record)
-        return outputs
+            result = run(timer.mark, longest)
+        # The step's only read of the device, but for what a caller asked to see; a replay writes the same tensor again.
+        packed = result.packed.to("cpu", non_blocking=True)
+        done = None
+        if result.packed.is_cuda:
+            done = torch.cuda.Event()
+            done.record()
+        return _Launched(list(running), result, packed, done, timer)
 
-    def _reserve(self, nodes: int) -> None:
-        """Pages for every running request's context and tree, oldest first; preempts the newest when they run out."""
+    def _reserve(self, nodes: int, unread: int) -> None:
+        """Pages for every running request's context and tree, oldest first; preempts the newest when they run out.
+
+        unread: tokens that the context may have beyond those that the host knows."""
         while True:
             short = 0
             for row in sorted(range(len(self._running)), key=lambda i: self._running[i].request_id):
                 request = self._running[row]
-                need = self.pool.pages_for(request.context_len + nodes)
+                need = self.pool.pages_for(min(request.context_len + unread, request.limit - 1) + nodes)
                 short = need - len(request.pages) - self.pool.num_free
                 if short > 0:
                     break
@@ -518,19 +565,22 @@ class Engine:
 
         return read
 
-    def _collect(
-        self,
-        packed: list[list[int]],
-        logprobs: tuple[Tensor, Tensor, Tensor] | None,
-        confidence: list[list[float]] | None,
-        context: int,
-    ) -> tuple[list[RequestOutput], StepRecord]:
-        """Hand the step's tokens to their requests; end those that stop or are broken."""
+    def _collect(self, launched: _Launched) -> list[RequestOutput]:
+        """Read a step, hand its tokens to their requests, and end those that stop or are broken. A request that had ended
+        before the step began has no part in it."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        lines = {r.request_id: line for r, line in zip(launched.requests, launched.packed.tolist())}
+        result, confidence = launched.result, None
+        if self.record_confidence and result.confidence is not None:
+            confidence = result.confidence.tolist()
         running = list(self._running)
+        context = sum(r.context_len for r in running)
         record = StepRecord([], [], [], [], 0, context, confidence=None if confidence is None else [])
         outputs: list[RequestOutput] = []
         ended: list[int] = []
-        for row, (request, line) in enumerate(zip(running, packed)):
+        for row, request in enumerate(running):
+            line = lines[request.request_id]
             emitted, nodes, broken, bad_draft = line[-4:]
             new: list[int] = []
             read = self._reader(request)
@@ -546,8 +596,8 @@ class Engine:
                 request.num_drafted += nodes - 1
                 request.num_accepted += emitted - 1
                 request.computed = request.context_len
-                if logprobs is not None and request.params.logprobs is not None:
-                    request.logprobs += _logprobs(row, new, logprobs, request.params.logprobs)
+                if result.logprobs is not None and request.params.logprobs is not None:
+                    request.logprobs += _logprobs(row, new, result.logprobs, request.params.logprobs)
                 record.request_ids.append(request.request_id)
                 record.drafted.append(nodes - 1)
                 record.accepted.append(emitted - 1)
@@ -564,7 +614,13 @@ class Engine:
             outputs.append(output)
         for row in sorted(ended, reverse=True):
             self._release(row)
-        return outputs, record
+        record.ms = launched.timer.finish(self._finished)
+        self._finished = time.perf_counter()
+        if self.record_experts and result.experts:
+            layers = torch.stack(result.experts).flatten(1).tolist()
+            record.unique_experts = [len(set(layer)) for layer in layers]
+        self.records.append(record)
+        return outputs
 
 
 def _logprobs(

@@ -8,16 +8,12 @@ import torch
 
 
 class PhaseTimer:
-    """Times one step at a time: start(), begin_device(), mark(phase) as each phase ends, finish()."""
+    """Times one step, which begins on the host as this is made: begin_device(), mark(phase) as each phase ends, finish()."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._start = 0.0
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
-
-    def start(self) -> None:
-        """The step begins, on the host."""
         self._start = time.perf_counter()
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
 
     def begin_device(self) -> None:
         """The first phase begins."""
@@ -27,12 +23,13 @@ class PhaseTimer:
         """A phase ends."""
         self._marks.append((phase, self._now()))
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, after: float) -> dict[str, float]:
         """Milliseconds of each phase, of everything else ("other", host work) and of the whole step ("total").
 
-        The caller has read the step's results, so the device is done.
+        The caller has read the step's results, so the device is done. after: when the step before was finished, in
+        `time.perf_counter`'s seconds: a step that began before that counts from there, so that totals add up.
         """
-        total = (time.perf_counter() - self._start) * 1e3
+        total = (time.perf_counter() - max(self._start, after)) * 1e3
         ms = {"draft": 0.0, "verify": 0.0, "accept": 0.0}
         for (_, before), (phase, after) in zip(self._marks, self._marks[1:]):
             ms[phase] += before.elapsed_time(after) if self._cuda else (after - before) * 1e3
