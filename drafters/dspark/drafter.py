@@ -176,8 +176,8 @@ class BlockDrafter:
     def _head(
         self, k: int, hidden: Tensor, tokens: Tensor, carry: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The Markov head at draft k. hidden [R, d], tokens [R, W] -> (z [R, W, r], carry [R, W, r]), None where there is
-        none."""
+        """The Markov head at draft k. hidden [R, d], tokens [R, W] -> (z [R, W, r], carry [R, W, r]), each None where
+        there is none."""
         markov, (r, w) = self.network.markov, tokens.shape
         if markov is None:
             return None, None
@@ -202,9 +202,11 @@ class BlockDrafter:
 
     def _chain(self, hidden: Tensor, state: BatchState, roots: Tensor) -> DraftTree:
         """The best chain, a draft from each slot of hidden [R, K, d]."""
-        network = self.network
-        best, ids = self._best(hidden, 1 if network.markov is None else self.candidates)
-        confidence = network.confidence
+        best, ids = self._best(hidden, 1 if self.network.markov is None else self.candidates)
+        return self._chain_of(best, ids, hidden, state, roots)
+
+    def _chain_of(self, best: Tensor, ids: Tensor, hidden: Tensor, state: BatchState, roots: Tensor) -> DraftTree:
+        network, confidence = self.network, self.network.confidence
         tokens, parents, count, sure = ops.draft_chain(
             best, ids, hidden, roots, state.max_drafts, state.temperature,
             None if network.markov is None else network.markov.weights, network.target_ids,

@@ -9,7 +9,6 @@ from torch import Tensor
 from tests.verify_kernels.triton_cases import DEVICE, kernels, on_device, poisoned, same  # noqa: F401
 from verify_kernels.markov import Markov
 from verify_kernels.reference import drafting
-from verify_kernels.rope import Rope, cos_sin_table  # noqa: F401
 
 OURS = kernels()
 
@@ -36,7 +35,8 @@ def test_append_context(n: int, layers: int, heads: int, dim: int, norms: bool, 
     slots = torch.randperm(pages * size, generator=g)[:n]
     angles = torch.rand(30, dim // 2, generator=g) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
-    args = (slots, torch.randint(30, (n,), generator=g), cos_sin, normal(g, layers, dim, dtype=dtype) if norms else None, 1e-5)
+    norm = normal(g, layers, dim, dtype=dtype) if norms else None
+    args = (slots, torch.randint(30, (n,), generator=g), cos_sin, norm, 1e-5)
     ours = cache.to(DEVICE).clone()
     drafting.append_context(kv, *cache, *args)
     OURS["append_context"](on_device(kv), *ours, *map(on_device, args))
@@ -45,7 +45,9 @@ def test_append_context(n: int, layers: int, heads: int, dim: int, norms: bool, 
     assert int((~cache.isnan()).sum()) == 2 * kv[:, :, 0].numel()
 
 
-@pytest.mark.parametrize("rows, vocab, count", [(1, 1, 1), (3, 48, 32), (2, 65, 5), (2, 2500, 32), (1, 5000, 33), (2, 700, 1)])
+@pytest.mark.parametrize("rows, vocab, count", [
+    (1, 1, 1), (3, 48, 32), (2, 65, 5), (2, 2500, 32), (1, 5000, 33), (2, 700, 1),
+])  # fmt: skip
 def test_top(rows: int, vocab: int, count: int) -> None:
     g = torch.Generator().manual_seed(vocab)
     x = normal(g, rows, vocab + 3)[:, :vocab]
@@ -67,7 +69,8 @@ def test_top_of_broken_rows() -> None:
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", None])
 @pytest.mark.parametrize("r, slots, m, rank, sure, pruned", [
-    (3, 4, 8, 5, "markov", False), (2, 7, 32, 40, "none", True), (1, 1, 3, 16, "hidden", False), (4, 3, 5, 33, "markov", True),
+    (3, 4, 8, 5, "markov", False), (2, 7, 32, 40, "none", True), (1, 1, 3, 16, "hidden", False),
+    (4, 3, 5, 33, "markov", True),
 ])  # fmt: skip
 def test_draft_chain(kind: str | None, r: int, slots: int, m: int, rank: int, sure: str, pruned: bool) -> None:
     """Tokens, and their confidence where they agree: a near tie may fall either way."""

@@ -23,7 +23,8 @@ def test_candidate_logits(r: int, w: int, m: int, rank: int) -> None:
     values = torch.randn(r, slots, m, generator=g)[:, 1]
     ids = torch.randint(vocab, (r, slots, m), generator=g)[:, 1]
     w2, table = torch.randn(vocab, rank, generator=g), torch.randn(50, rank, generator=g)
-    args = (values, ids, w2, table, torch.randint(50, (r, w + 4), generator=g)[:, :w], torch.tensor([0.0, 0.5, 2.0])[:r])
+    rows = torch.randint(50, (r, w + 4), generator=g)[:, :w]
+    args = (values, ids, w2, table, rows, torch.tensor([0.0, 0.5, 2.0])[:r])
     found = OURS["candidate_logits"](*map(on_device, args)).cpu()
     torch.testing.assert_close(found, growth.candidate_logits(*args), rtol=1e-4, atol=1e-4)
 
@@ -44,7 +45,8 @@ def levels(draw: st.DrawFn) -> dict:
     candidates = torch.randint(1000, (r, w if draw(st.booleans()) else 1, m), generator=g)
     limits = torch.randint(0, 4, (r,), generator=g)
     logits = torch.randn(r, w, m, generator=g)
-    return dict(nodes=nodes, q=logits, candidates=candidates, max_drafts=limits, level=1, first=first, out=out, keep=keep)
+    columns = dict(level=1, first=first, out=out, keep=keep)
+    return dict(nodes=nodes, q=logits, candidates=candidates, max_drafts=limits, **columns)
 
 
 @often
@@ -94,4 +96,6 @@ def test_best_tree(r: int, total: int, size: int, seed: int, tied: bool) -> None
 def test_too_many_children_are_refused() -> None:
     nodes = Nodes.room(torch.zeros(1, dtype=torch.int64), 99)
     with pytest.raises(KernelError, match="candidates: found 600 for each of 31 nodes"):
-        OURS["grow_level"](nodes, torch.rand(1, 31, 600), torch.zeros(1, 1, 600).long(), torch.ones(1).long(), 0, 0, 31, 9)
+        OURS["grow_level"](
+            nodes, torch.rand(1, 31, 600), torch.zeros(1, 1, 600).long(), torch.ones(1).long(), 0, 0, 31, 9
+        )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class Nodes(NamedTuple):
-    """Every node that was looked at, level by level, all [R, T]: tokens and parents (columns of T) int64, score (logarithm
-    of the path's probability) and step (its last factor) float32."""
+    """Every node that was looked at, level by level, all [R, T]: tokens and parents (columns of T) int64, scores
+    (logarithm of the path's probability) and steps (its last factor) float32."""
 
     tokens: Tensor
     parents: Tensor
@@ -34,7 +34,7 @@ class Nodes(NamedTuple):
 def candidate_logits(
     values: Tensor, ids: Tensor, w2: Tensor, table: Tensor, rows: Tensor, temperature: Tensor
 ) -> Tensor:
-    """Logits of M candidates under each of W parents, with the Markov head's part: (values + w2[ids] @ z) / temperature.
+    """Logits of M candidates under each of W parents with the Markov head's part, (values + w2[ids] @ z) / temperature.
 
     values [R, M] float32 and ids [R, M] int64 of one slot, w2 [V_draft, r]; z of parent (i, j) is table[rows[i, j]],
     table [T, r], rows [R, W] int64; temperature [R] float32 (0 counts as 1) -> [R, W, M] float32.
@@ -55,11 +55,11 @@ def grow_level(
     keep: int,
     is_logits: bool = False,
 ) -> Tensor:
-    """The `keep` best children of W nodes, columns first .. first + W - 1 of `nodes`; they go to columns out .. out + keep -
-    1, best first, equal ones by parent and candidate.
+    """The `keep` best children of W nodes, columns first .. first + W - 1 of `nodes`; they go to columns out .. out +
+    keep - 1, best first, equal ones by parent and candidate.
 
-    q [R, W, M] float32: probabilities of the candidates [R, W or 1, M] int64 under each parent, or their logits. max_drafts
-    [R] int64: children at `level` + 1 beyond it score -inf.
+    q [R, W, M] float32: probabilities of the candidates [R, W or 1, M] int64 under each parent, or their logits.
+    max_drafts [R] int64: children at `level` + 1 beyond it score -inf.
     -> [R, keep] int64: which of the W nodes is each one's parent.
     """
     q = q.softmax(-1) if is_logits else q

@@ -1,7 +1,7 @@
 """Draft trees as tensors: masks, pruning, where their nodes go, which of them are accepted, what a step commits.
 
-Trees of R requests are padded to n nodes: tokens [R, n] int64 (-1 beyond a request's nodes), parents [R, n] int64 (-1 for
-the root, node 0, and beyond). A parent comes before its children; n is at most 64.
+Trees of R requests are padded to n nodes: tokens [R, n] int64 (-1 beyond a request's nodes), parents [R, n] int64 (-1
+for the root, node 0, and beyond). A parent comes before its children; n is at most 64.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def tree_masks(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def prune_tree(tokens: Tensor, parents: Tensor, keep: Tensor, depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tree of the kept nodes, moved to the front in their order; keep [R, n] bool. A node whose parent is dropped is
-    dropped with it; the root stays.
+    """The tree of the kept nodes, moved to the front in their order; keep [R, n] bool. A node whose parent is dropped
+    is dropped with it; the root stays.
 
     -> (tokens [R, n], parents [R, n], number of nodes [R], order [R, n]: the old index at each new one), all int64.
     """
@@ -123,7 +123,8 @@ def place_block(
 def follow_tree(
     tokens: Tensor, parents: Tensor, choices: Tensor, depth: int, is_chain: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Walk from the root for as long as a child carries the choice at its parent. choices [R, n] int64, after each node.
+    """Walk from the root for as long as a child carries the choice at its parent. choices [R, n] int64, after each
+    node.
 
     is_chain: every node's parent is the node before it, and n > depth.
     -> (path [R, depth + 1]: nodes, emitted [R, depth + 1]: their choices, both -1 beyond; number emitted [R]), int64.
@@ -209,8 +210,8 @@ def commit_tokens(
     best_logits: Tensor,
     worst: Tensor,
 ) -> Tensor:
-    """Append what a step emitted, [R, depth + 1] int64 (-1 beyond), to history [R, L] int64, whose last column takes the
-    padding, and count it in seq_lens, num_outputs and steps [R] int64, in place.
+    """Append what a step emitted, [R, depth + 1] int64 (-1 beyond), to history [R, L] int64, whose last column takes
+    the padding, and count it in seq_lens, num_outputs and steps [R] int64, in place.
 
     best_logits [R, n] float32: of the first num_nodes [R] nodes, not finite where the target is broken.
     -> for the host, [R, depth + 5] int64: emitted, then number emitted, number of nodes, broken or not, worst.

@@ -1,7 +1,8 @@
 """Triton kernels for what a step does between its large products: one small launch where torch needs many.
 
 They have the reference's signatures, run on any GPU that Triton serves, and in its interpreter on a CPU
-(TRITON_INTERPRET=1), where the tests check them.
+(TRITON_INTERPRET=1), where the tests check them. Sizes that differ from step to step are not specialised on: one
+compilation serves them.
 """
 
 from __future__ import annotations

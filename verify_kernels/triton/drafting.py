@@ -16,7 +16,7 @@ GROUP = 64  # logits that are compared as one first
 GROUPS = 32  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k_layer", "v_layer"])
 def _append_context(
     kv, k_pages, v_pages, k_layer, v_layer, slots, positions, cos_sin, k_norms, eps,
     LAYERS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
@@ -58,8 +58,9 @@ def append_context(
 ) -> None:
     n, layers, _, heads, dim = kv.shape
     _append_context[(n, layers)](
-        kv.contiguous(), k_pages, v_pages, k_pages.stride(0), v_pages.stride(0), slots, positions, cos_sin, k_norms, eps,
-        LAYERS=layers, HEADS=heads, HALF=dim // 2, H=triton.next_power_of_2(heads), D=triton.next_power_of_2(dim // 2),
+        kv.contiguous(), k_pages, v_pages, k_pages.stride(0), v_pages.stride(0), slots, positions, cos_sin, k_norms,
+        eps, LAYERS=layers, HEADS=heads, HALF=dim // 2, H=triton.next_power_of_2(heads),
+        D=triton.next_power_of_2(dim // 2),
         num_warps=4,
     )  # fmt: skip
 
@@ -73,7 +74,7 @@ def _group_maxima(logits, stride, maxima, vocab, groups, GROUP: tl.constexpr, GR
     tl.store(maxima + row * groups + group, tl.max(x, axis=1), mask=group < groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _top(
     logits, stride, maxima, places, values, ids, vocab, groups, count,
     GROUP: tl.constexpr, N: tl.constexpr, M: tl.constexpr,

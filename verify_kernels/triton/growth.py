@@ -17,7 +17,10 @@ MOST = 16384
 """Children of a level that one program compares."""
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["value_stride", "id_stride", "row_stride", "parents", "candidates"],
+    do_not_specialize_on_alignment=["values", "ids", "rows"],
+)
 def _candidate_logits(
     values, value_stride, ids, id_stride, w2, table, rows, row_stride, temperature, logits, parents, candidates,
     RANK: tl.constexpr, W: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr,
@@ -54,7 +57,12 @@ def candidate_logits(
     return logits
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "candidate_row", "candidate_parent", "stride", "level", "first", "out", "keep", "width", "count",
+    ],  # fmt: skip
+    do_not_specialize_on_alignment=["candidates"],
+)
 def _grow_level(
     q, candidates, candidate_row, candidate_parent, max_drafts, tokens, parents, scores, steps, stride, places, values,
     parent_of, level, first, out, keep, width, count,
@@ -122,7 +130,7 @@ def grow_level(
     return parent_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "total", "size"])
 def _best_tree(
     tokens, parents, scores, steps, stride, new_index, new_tokens, new_parents, new_steps, number, total, size,
     T: tl.constexpr, N: tl.constexpr,

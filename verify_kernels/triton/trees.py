@@ -60,7 +60,7 @@ def uniform(seeds, counters, stream, index):
     return ((_mix(key + (index + 1) * _M2) >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "n"])
 def _tree_masks(parents, stride, masks, depths, n, N: tl.constexpr, ROUNDS: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, N).to(tl.int64)
@@ -79,7 +79,7 @@ def tree_masks(parents: Tensor, depth: int) -> tuple[Tensor, Tensor]:
     return masks, depths
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "parent_stride", "n"])
 def _prune_tree(
     tokens, token_stride, parents, parent_stride, keep, new_tokens, new_parents, count, order, n,
     N: tl.constexpr, ROUNDS: tl.constexpr,
@@ -115,7 +115,7 @@ def prune_tree(tokens: Tensor, parents: Tensor, keep: Tensor, depth: int) -> tup
     return new_tokens, new_parents, count, order
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "parent_stride", "table_stride", "n"])
 def _place_tree(
     tokens, token_stride, parents, parent_stride, seq_lens, table, table_stride, checked, token_ids, positions, slots,
     masks, context, worst, n, page_size, vocab, N: tl.constexpr, ROUNDS: tl.constexpr,
@@ -167,7 +167,7 @@ def place_tree(
     return Placed(checked, token_ids, positions, slots, masks, context, worst)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "pages", "width", "max_positions"])
 def _place_block(
     seq_lens, table, table_stride, pages, kept, positions, slots, context, width, page_size, max_positions,
     N: tl.constexpr,
@@ -199,7 +199,7 @@ def place_block(
     return positions, slots, context
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "parent_stride", "choice_stride", "n"])
 def _follow_tree(
     tokens, token_stride, parents, parent_stride, choices, choice_stride, path, emitted, count, n,
     N: tl.constexpr, DEPTH: tl.constexpr,
@@ -241,7 +241,7 @@ def follow_tree(
     return path, emitted, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["depth"])
 def _synthetic_drafts(seeds, steps, survival, wanted, depth, N: tl.constexpr, EVEN: tl.constexpr):
     r = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, N)
@@ -263,7 +263,7 @@ def synthetic_drafts(seeds: Tensor, steps: Tensor, survival: Tensor, even: bool)
     return wanted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "parent_stride", "choice_stride", "n"])
 def _reach_tree(
     tokens, token_stride, parents, parent_stride, choices, choice_stride, wanted, path, emitted, count, n,
     N: tl.constexpr, ROUNDS: tl.constexpr, DEPTH: tl.constexpr,
@@ -307,7 +307,7 @@ def reach_tree(
     return path, emitted, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["history_stride", "length", "best_stride", "width", "n"])
 def _commit_tokens(
     history, history_stride, length, seq_lens, num_outputs, steps, emitted, num_emitted, num_nodes, best, best_stride,
     worst, packed, width, n, W: tl.constexpr, N: tl.constexpr,
@@ -348,6 +348,7 @@ def commit_tokens(
     packed = emitted.new_empty(r, width + 4)
     _commit_tokens[(r,)](
         history, history.stride(0), history.shape[1], seq_lens, num_outputs, steps, emitted.contiguous(), num_emitted,
-        num_nodes, best_logits, best_logits.stride(0), worst, packed, width, n, W=padded(width), N=padded(n), num_warps=1,
+        num_nodes, best_logits, best_logits.stride(0), worst, packed, width, n, W=padded(width), N=padded(n),
+        num_warps=1,
     )  # fmt: skip
     return packed
