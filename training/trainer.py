@@ -54,6 +54,10 @@ def new_network(shape: Shape, target: Any, seed: int) -> DraftNetwork:
     return trainable(config, tensors, target.model)
 
 
+STATE = 2
+"""Version of a run's state: it holds parameters as the network does, whose layout may change."""
+
+
 def trainable(config: Any, tensors: Mapping[str, Tensor], model: Any) -> DraftNetwork:
     """A network of float32 parameters that take gradients, around the target's frozen tables."""
 
@@ -109,14 +113,14 @@ class Trainer:
         self.network = new_network(config.drafter, target, config.seed)
         if init is not None:
             try:
-                start = load_network(init, target.model).tensors()
+                start = load_network(init, target.model)
             except ValueError as error:
                 raise ConfigError(f"init: {error}") from None
-            with torch.no_grad():
-                for name, x in self.network.tensors().items():
-                    if name not in start or start[name].shape != x.shape:
-                        raise ConfigError(f"init: {init}: {name}: found {_shape(start.get(name))}, expected {list(x.shape)}")
-                    x.copy_(start[name])  # a view of the parameter
+            found = start.tensors()
+            for name, x in self.network.tensors().items():
+                if name not in found or found[name].shape != x.shape:
+                    raise ConfigError(f"init: {init}: {name}: found {_shape(found.get(name))}, expected {list(x.shape)}")
+            self.network.load_state_dict(start.state_dict(), strict=False)  # it may have heads that this one lacks
         self.optimisers = optimisers(self.network, self.plan)
         self.schedule = Schedule(self.plan)
         self.tokens, self.lengths = tokens, lengths
@@ -272,7 +276,8 @@ class Trainer:
         name = f"state-{self.done}.safetensors"
         save_file(tensors, self.folder / "state.partial")
         (self.folder / "state.partial").replace(self.folder / name)
-        state = {"step": self.done, "seconds": self.seconds, "file": name, "config": self.config.model_dump(mode="json")}
+        state = {"version": STATE, "step": self.done, "seconds": self.seconds, "file": name}
+        state["config"] = self.config.model_dump(mode="json")
         _write(self.folder / "state.json", json.dumps(state | {"curve": self.curve}))
         for old in self.folder.glob("state-*.safetensors"):
             if old.name != name:
@@ -283,6 +288,8 @@ class Trainer:
         from safetensors.torch import load_file
 
         state = read_json(self.folder / "state.json")
+        if state.get("version") != STATE:
+            raise ConfigError(f"{self.folder}: state.json: version: found {state.get('version')}, allowed: {STATE}")
         if state["config"] != self.config.model_dump(mode="json"):
             raise ConfigError(f"{self.folder}: holds a run of another recipe; use another folder, or that recipe")
         tensors = load_file(self.folder / state["file"], device=str(self.device))

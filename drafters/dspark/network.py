@@ -232,7 +232,7 @@ class DraftNetwork(nn.Module):
         return full.index_copy_(-1, self.target_ids, logits)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The trained tensors under DeepSpec's names, as `tensor_shapes` lists them; views of the parameters."""
+        """The trained tensors under DeepSpec's names, as `tensor_shapes` lists them."""
         c = self.config
         found = {"fc.weight": self.fc, "norm.weight": self.norm, "hidden_norm.weight": self.hidden_norm}
         for i, layer in enumerate(self.layers):

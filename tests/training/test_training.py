@@ -232,6 +232,15 @@ def test_a_run_starts_at_a_given_drafter(tmp_path) -> None:
         Trainer(wide, *args[1:], init=tmp_path / "a" / "drafter")
 
 
+def test_a_state_of_another_layout_is_refused(tmp_path) -> None:
+    first = make(tmp_path)
+    first.save()
+    path = tmp_path / "state.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(ConfigError, match=r"state.json: version: found 1, allowed: 2"):
+        make(tmp_path)
+
+
 def test_a_folder_of_another_recipe_is_refused(tmp_path) -> None:
     make(tmp_path).run(lambda *_: None, until=0.0)
     with pytest.raises(ConfigError, match="holds a run of another recipe"):
