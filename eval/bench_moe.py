@@ -551,10 +551,9 @@ def run(folder: Path | None, file: Path | None, cases: int, seconds: float) -> l
         if file:
             file.write_text(json.dumps({"schema_version": 1, "device": device, "results": results}, indent=0) + "\n")
 
-    def uses(job: Job) -> str | None:
+    def uses(job: Job) -> set[str]:
         """A kernel that failed is left out; a peer is not."""
-        used = variants_of(job)
-        return f"{job['config']} {used[0].name}" if used else None
+        return {f"{job['config']} {v.name}" for v in variants_of(job)[:1]}
 
     def limit(job: Job) -> float:
         return SECONDS.get(job["job"], 20.0 if job["job"] == "read" else JOB_SECONDS)
