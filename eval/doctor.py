@@ -12,7 +12,7 @@ def doctor() -> str:
     import torch
 
     from dspark_runtime import targets, vllm
-    from verify_kernels import ops
+    from verify_kernels import cute, ops
     from verify_kernels.errors import KernelError
 
     commit, dirty = env.git_state()
@@ -38,7 +38,9 @@ def doctor() -> str:
     lines.append(env.cpu_kernels() or "CPU kernels: none")
     lines.append(f"operations    on {device.type}:")
     try:
-        lines += [f"  {name:20s}  {module}" for name, module in ops.chosen(device.type).items()]
+        for name, module in ops.chosen(device.type).items():
+            rule = f"; {cute.TORCH_RUNS[name]}" if module == cute.__name__ and name in cute.TORCH_RUNS else ""
+            lines.append(f"  {name:20s}  {module}{rule}")
     except KernelError as error:
         lines.append(f"  none: {error}")
     lines += [f"{key:13s} {value}" for key, value in targets.cache_status().items()]
