@@ -51,12 +51,13 @@ def test_the_expert_bench_builds_what_it_runs() -> None:
     built = set(bench_moe.all_variants())
     assert len({v.name for v in built}) == len(built)
     for job in bench_moe.jobs(120):
-        if job["job"] not in ("peer", "read"):
+        if job["job"] not in ("peer", "read", "route"):
             shape = job.get("experts", bench_moe.LAYER[0]), job.get("top_k", bench_moe.LAYER[1])
             if job["job"] == "k3":
                 shape = bench_moe.K3[:2]
             tokens = 2 * job["tokens"] - 1 if job["job"] == "op" else job["tokens"]
-            assert set(bench_moe.variants(job["config"], tokens, *shape, job.get("kind", "plain"))) <= built
+            situ = job["job"] == "k3" or job.get("situ", False)
+            assert set(bench_moe.variants(job["config"], tokens, *shape, job.get("kind", "plain"), situ)) <= built
     assert sum(len(j["seeds"]) for j in bench_moe.jobs(120) if j["job"] == "check") >= 100
 
 
