@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,13 @@ def cases(g: torch.Generator) -> dict[str, list[tuple[Any, ...]]]:
                 real(4, 7, 32), ints(vocab, 4, 7, 32), real(4, 7, d), ints(vocab, 4), ints(9, 4),
                 torch.tensor([0.0, 0.5, 1.0, 2.0]), head, None, sure, torch.rand(7, generator=g) + 0.5,
             ))  # fmt: skip
+    for kind in ("vanilla", "rnn"):
+        shapes = [(vocab, rank), (vocab, rank), *extra.get(kind, [])]
+        head = Markov(kind, *(real(*shape) * 0.08 for shape in shapes))
+        found.setdefault("draw_chain", []).append((
+            real(4, 7, vocab), real(4, 7, d), ints(vocab, 4), head, torch.tensor([0.0, 0.5, 1.0, 2.0]), seeds[:4],
+            ints(99, 4),
+        ))  # fmt: skip
     w2 = half(vocab, rank)
     found["candidate_logits"] = [
         (real(3, 7, 32)[:, 2], ints(vocab, 3, 7, 32)[:, 2], w2, w2.flip(0), ints(vocab, 3, 40)[:, :w], real(3).abs())
@@ -142,7 +150,7 @@ def check() -> list[dict[str, Any]]:
                     found = [x._replace(masks=x.masks.cpu()[real]) for x in found]
                 worst = max(worst, difference(found[0], wanted))
                 repeatable &= difference(found[1], to(found[0], "cpu")) == 0
-            bound = 1e-4 if name in ("draft_chain", "candidate_logits") else 0.0
+            bound = 1e-4 if name in ("draft_chain", "draw_chain", "candidate_logits") else 0.0
             seconds = time.perf_counter() - begin
             row = dict(op=name, cases=len(arguments), worst=worst, bound=bound, repeatable=repeatable, seconds=seconds)
             rows.append(row)
@@ -253,6 +261,7 @@ class Setup:
             requests, 8, len(drafter.taps) * c.hidden_size, device=device, dtype=torch.bfloat16
         )
         self.kept = full(6)
+        self.warm = replace(self.state, temperature=full(1.0))
 
     def parts(self) -> dict[str, Callable[[], Any]]:
         """The parts of a step's draft, acceptance and commit, each as a call."""
@@ -293,6 +302,7 @@ class Setup:
             "LM head": lambda: ops.linear(hidden.flatten(0, 1), network.lm_head),
             "LM head and best 32": lambda: d._best(hidden, d.candidates),
             "Markov chain of 7": lambda: d._chain_of(best, ids, hidden, state, state.roots),
+            "draft, chain of 7, drawn": lambda: d.propose(self.warm, chain, True),
             "draft, chain of 7": lambda: d.propose(state, chain, False),
             "draft, tree of 32": lambda: d.propose(state, tree, False),
             "draft, tree of 64": lambda: d.propose(state, bigger, False),

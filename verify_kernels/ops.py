@@ -56,6 +56,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "append_context": drafting.append_context,
     "top": drafting.top,
     "draft_chain": drafting.draft_chain,
+    "draw_chain": drafting.draw_chain,
     "candidate_logits": growth.candidate_logits,
     "grow_level": growth.grow_level,
     "best_tree": growth.best_tree,
@@ -155,6 +156,7 @@ gated_rms_norm = _op("gated_rms_norm")
 append_context = _op("append_context")
 top = _op("top")
 draft_chain = _op("draft_chain")
+draw_chain = _op("draw_chain")
 candidate_logits = _op("candidate_logits")
 grow_level = _op("grow_level")
 best_tree = _op("best_tree")

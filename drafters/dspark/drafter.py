@@ -258,9 +258,28 @@ class BlockDrafter:
             carries = tuple(torch.stack([x[:, spec.parents[child] - first] for child in below], 1) for x in carry)
         return DraftTree.from_spec(spec, placed, confidence=sure)
 
+    def _drawn_chain(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> DraftTree:
+        """A chain drawn from the whole vocabulary, which is the target's, a draft from each slot of hidden [R, K, d]."""
+        network, roots = self.network, state.roots
+        base = ops.linear(hidden.flatten(0, 1), network.lm_head).view(*hidden.shape[:2], -1)
+        drafts, probs = ops.draw_chain(
+            base, hidden, roots, network.markov.weights, state.temperature, state.seeds, state.num_outputs
+        )
+        tokens = torch.cat((roots[:, None], drafts), 1)
+        sure = None
+        if network.confidence is not None:
+            sure = network.confidence(hidden.flatten(0, 1), network.markov.embed(tokens[:, :-1].flatten()))
+            sure = sure.view(drafts.shape)
+            if self.temperatures:
+                sure = sure / self._confidence_temperatures(sure.device)[: drafts.shape[1]]
+            sure = torch.cat((torch.ones_like(sure[:, :1]), sure.sigmoid()), 1)
+        return DraftTree.from_spec(spec, tokens, probs=probs, confidence=sure)
+
     def _sampled(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> DraftTree:
         """The TreeSpec's topology, children drawn without replacement from the whole vocabulary."""
         network, (r, depth, d) = self.network, hidden.shape
+        if spec.is_chain and network.markov is not None and network.target_ids is None:
+            return self._drawn_chain(hidden, state, spec)
         base = network.logits(hidden.reshape(-1, d)).view(r, depth, -1)
         placed = state.roots[:, None].repeat(1, spec.num_nodes)
         probs = torch.zeros(r, spec.num_nodes, self.vocab_size, device=placed.device)

@@ -8,11 +8,12 @@ what vLLM's does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from verify_kernels.markov import Markov
 
 Pick = Callable[[Tensor, int], Tensor]
 """pick(logits [R, V_draft], step) -> target ids [R] int64."""
@@ -21,48 +22,16 @@ DRAFT_SALT = 1 << 30
 """Added to the position of a draft's noise: vLLM keeps it apart from the noise of the target's own draws."""
 
 
-class Head(NamedTuple):
-    """Weights of a Markov head under `drafters.dspark.heads`' names: w1 [V, r], w2 [V_draft, r], weight [r, d + r] and
-    bias [r] (gated; columns h, e) or weight [3 r, 2 r + d] and bias [3 r] (rnn; columns s, e, h)."""
-
-    kind: str
-    w1: Tensor
-    w2: Tensor
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-    def of_hidden(self, hidden: Tensor) -> Tensor | None:
-        """hidden [R, K, d] -> the part of the gates that no drafted token enters, [R, K, r] or [R, K, 3 r]."""
-        if self.weight is None:
-            return None
-        d = hidden.shape[-1]
-        columns = self.weight[:, :d] if self.kind == "gated" else self.weight[:, -d:]
-        return F.linear(hidden, columns, self.bias)
-
-    def of_draft(self) -> Tensor | None:
-        """The other columns: [r, r] over e (gated), [3 r, 2 r] over [s; e] (rnn)."""
-        if self.weight is None:
-            return None
-        r = self.w1.shape[1]
-        return self.weight[:, -r:] if self.kind == "gated" else self.weight[:, : 2 * r]
-
-
-def chain(head: Head | None, base: Tensor, hidden: Tensor, anchors: Tensor, pick: Pick) -> Tensor:
+def chain(head: Markov | None, base: Tensor, hidden: Tensor, anchors: Tensor, pick: Pick) -> Tensor:
     """Drafts of a block: base logits [R, K, V_draft], hidden [R, K, d] after the final norm, anchors [R] int64 ->
     target ids [R, K] int64. Without a head (DFlash) the slots do not depend on each other."""
     tokens, previous, state = [], anchors, None
-    gates, columns = (head.of_hidden(hidden), head.of_draft()) if head is not None else (None, None)
+    gates = head.of_hidden(hidden) if head is not None else None
     for k in range(base.shape[1]):
         logits = base[:, k]
         if head is not None:
-            z = F.embedding(previous, head.w1)
-            if head.kind == "gated":
-                z = torch.sigmoid(gates[:, k] + F.linear(z, columns)) * z
-            elif head.kind == "rnn":
-                state = torch.zeros_like(z) if state is None else state
-                g, c, o = (gates[:, k] + F.linear(torch.cat((state, z), dim=-1), columns)).chunk(3, dim=-1)
-                g, z = torch.sigmoid(g), torch.tanh(o)
-                state = g * state + (1 - g) * torch.tanh(c)
+            e = F.embedding(previous, head.w1)
+            z, state = head.step(e, None if gates is None else gates[:, k], state)
             logits = logits + F.linear(z, head.w2)
         previous = pick(logits, k)
         tokens.append(previous)

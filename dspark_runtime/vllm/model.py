@@ -28,7 +28,8 @@ from drafters.dspark.config import DrafterConfig
 from drafters.dspark.dialects import parse
 from drafters.dspark.load import canonical, check_tensors
 from dspark_runtime.vllm import SWITCH
-from dspark_runtime.vllm.markov import Head, Pick, chain, draw
+from dspark_runtime.vllm.markov import Pick, chain, draw
+from verify_kernels.markov import Markov
 
 logger = init_logger("vllm.dspark_runtime")  # vLLM's log handlers are those of "vllm"
 
@@ -157,13 +158,13 @@ class DSparkForCausalLM(Qwen3DSparkForCausalLM):
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{self.source}: not readable safetensors ({error})") from None
 
-    def _head(self) -> Head | None:
+    def _head(self) -> Markov | None:
         """The Markov head's weights as they are now; vLLM pads the rows of w2."""
         head, kind = self.model.markov_head, self.dspark.markov_head_type
         if head is None:
             return None
         gates = (head.gates.weight, head.gates.bias) if kind in _GATES else ()
-        return Head(kind, head.markov_w1.weight, head.markov_w2.weight[: self.dspark.draft_vocab_size], *gates)
+        return Markov(kind, head.markov_w1.weight, head.markov_w2.weight[: self.dspark.draft_vocab_size], *gates)
 
     # ---------------------------------------------------------------------------------------------------- drafting
 
@@ -225,7 +226,7 @@ class DSparkForCausalLM(Qwen3DSparkForCausalLM):
         return lambda logits, k: speculator._sample_logits(logits, rows[:, k], positions[:, k], k)
 
 
-def why_not_fused(speculator: Any, head: Head | None, base: Tensor) -> str | None:
+def why_not_fused(speculator: Any, head: Markov | None, base: Tensor) -> str | None:
     """Why a step cannot be one function of ours but needs vLLM's sampler between its slots; None if it can."""
     if speculator.draft_watermarker is not None:
         return "drafts are watermarked"

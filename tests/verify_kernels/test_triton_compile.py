@@ -22,4 +22,5 @@ def test_kernels_compile_for_sm_90(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
     assert all(x["shared"] <= 227 * 1024 for x in compiled.values())
-    assert max(x["variants"] for x in compiled.values()) <= 4, compiled
+    # At most three kinds of heads times three ways of drawing, and a few sizes of trees.
+    assert max(x["variants"] for x in compiled.values()) <= 9, compiled

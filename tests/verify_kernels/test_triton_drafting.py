@@ -115,3 +115,50 @@ def test_markov_is_the_published_recurrence() -> None:
                 state, want = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * c.tanh(), o.tanh()
                 torch.testing.assert_close(found, state)
             torch.testing.assert_close(z, want)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("r, slots, vocab, rank", [(3, 4, 300, 12), (17, 2, 129, 40), (1, 3, 70, 72)])
+def test_draw_chain(kind: str, r: int, slots: int, vocab: int, rank: int) -> None:
+    """The same draws and their laws; padded rows of base, NaN behind them, and one broken row."""
+    g = torch.Generator().manual_seed(r * vocab + rank)
+    d = 24
+    padded = torch.full((r, slots, vocab + 5), float("nan"))
+    base = padded[..., :vocab]
+    base[:] = normal(g, r, slots, vocab) * 2
+    temperature = torch.linspace(0, 1.5, r) if r > 1 else torch.tensor([0.8])
+    if r > 3:
+        base[3] = float("nan")
+    seeds = torch.randint(-(2**62), 2**62, (r,), generator=g)
+    args = (
+        base, normal(g, r, slots, d), torch.randint(vocab, (r,), generator=g), markov(g, kind, vocab, rank, d),
+        temperature, seeds, torch.randint(99, (r,), generator=g),
+    )  # fmt: skip
+    moved = [Markov(x[0], *map(on_device, x[1:])) if isinstance(x, Markov) else on_device(x) for x in args]
+    found, wanted = OURS["draw_chain"](*moved), drafting.draw_chain(*args)
+    sound = torch.arange(r) != 3
+    same(found[0].cpu()[sound], wanted[0][sound])
+    torch.testing.assert_close(found[1].cpu()[sound], wanted[1][sound], rtol=1e-4, atol=1e-6)
+    assert ((found[0] >= 0) & (found[0] < vocab)).all() and (found[1][:, :slots].sum(-1) > 0.999).all()
+
+
+def test_draws_follow_their_law() -> None:
+    """Chi-square of the first draft over many seeds, and every draft has its own draw."""
+    from scipy import stats
+
+    g = torch.Generator().manual_seed(4)
+    n, vocab = 4000, 6
+    head = markov(g, "vanilla", vocab, 4, 8)
+    base, hidden = normal(g, 1, 2, vocab).expand(n, -1, -1).contiguous(), normal(g, 1, 2, 8).expand(n, -1, -1)
+    args = (base, hidden, torch.zeros(n).long(), head, torch.full((n,), 0.7), torch.arange(n), torch.arange(n) % 5)
+    moved = [Markov(x[0], *map(on_device, x[1:])) if isinstance(x, Markov) else on_device(x) for x in args]
+    tokens, probs = (x.cpu() for x in OURS["draw_chain"](*moved))
+    expected = probs[0, 0].double() * n
+    counts = tokens[:, 0].bincount(minlength=vocab).numpy()
+    assert stats.chisquare(counts, (expected / expected.sum() * n).numpy()).pvalue > 1e-3
+    for first in range(vocab):
+        of = tokens[:, 0] == first
+        want = probs[of][0, 1].double()
+        if of.sum() > 200:
+            counts = tokens[of, 1].bincount(minlength=vocab).numpy()
+            assert stats.chisquare(counts, (want / want.sum() * of.sum()).numpy()).pvalue > 1e-3

@@ -9,6 +9,7 @@ import json
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -39,12 +40,19 @@ def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, *
 run = JITFunction.run
 
 
+@triton.jit
+def noise(seeds, step, positions, tokens):
+    return ((seeds ^ (tl.cast(step, tl.int64) << 32)) + positions + tokens).to(tl.float32)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_only
+    torch.Tensor.new_empty = torch.Tensor.new_zeros  # nothing is written to it
     from verify_kernels.markov import Markov
     from verify_kernels.reference.growth import Nodes
     from verify_kernels.triton import implementations
+    from verify_kernels.triton.markov import vocabulary_chain
 
     ops = implementations()
     r, n, depth, vocab, d, rank, m, slots, layers, heads, dim = 2, 32, 7, 151936, 4096, 256, 32, 7, 5, 8, 128
@@ -79,6 +87,13 @@ def main() -> None:
         ops["draft_chain"](
             real(r, slots, m), ids(r, slots, m), half(r, slots, d), one, one, real(r), head, None, sure,
             None if sure is None else real(slots),
+        )  # fmt: skip
+        base, block = half(r, slots, vocab), half(r, slots, d)
+        ops["draw_chain"](base, block, one, head, real(r), one, one)
+        vocabulary_chain(head, base, block, one)
+        vocabulary_chain(
+            head, base, block, one, logits=half(9, slots, vocab), temperature=real(9), seeds=ids(9),
+            request=ids(r * slots), positions=ids(r * slots), noise=noise,
         )  # fmt: skip
     ops["draft_chain"](real(r, slots, 1), ids(r, slots, 1), half(r, slots, d), one, one, real(r), None)
     for budget in (32, 64):

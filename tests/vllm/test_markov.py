@@ -13,12 +13,13 @@ from scipy import stats
 
 from dspark_runtime.vllm import markov
 from tests.vllm import cases
+from verify_kernels.markov import Markov
 
 
 def head(kind: str, v: int = 29, r: int = 6, d: int = 10, seed: int = 0, dtype: torch.dtype = torch.float64):
     g = torch.Generator().manual_seed(seed)
     shapes = {"gated": [(r, d + r), (r,)], "rnn": [(3 * r, 2 * r + d), (3 * r,)]}.get(kind, [])
-    return markov.Head(kind, *(torch.randn(s, generator=g, dtype=dtype) for s in [(v, r), (v, r), *shapes]))
+    return Markov(kind, *(torch.randn(s, generator=g, dtype=dtype) for s in [(v, r), (v, r), *shapes]))
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
@@ -100,6 +101,7 @@ TRITON = """
 import json, sys, types
 import torch
 from dspark_runtime.vllm import markov, markov_triton
+from verify_kernels.markov import Markov
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 out = []
@@ -109,7 +111,7 @@ for kind, rows, vocab, rank, dtype, warm in json.loads(sys.argv[1]):
     g = torch.Generator().manual_seed(rows * vocab)
     rand = lambda *s: torch.randn(s, generator=g).to(dtype)
     extra = dict(gated=[(rank, d + rank), (rank,)], rnn=[(3 * rank, 2 * rank + d), (3 * rank,)]).get(kind, [])
-    head = markov.Head(kind, *(rand(*s) * 0.5 for s in [(vocab, rank), (vocab, rank), *extra]))
+    head = Markov(kind, *(rand(*s) * 0.5 for s in [(vocab, rank), (vocab, rank), *extra]))
     padded = torch.full((rows * k, vocab + 16), float("nan"), dtype=dtype)  # as vLLM pads
     padded[:, :vocab] = rand(rows * k, vocab) * 2
     base, hidden = padded[:, :vocab].view(rows, k, vocab), rand(rows, k, d)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verify_kernels import rng
 from verify_kernels.markov import Markov
 from verify_kernels.reference.elementwise import rms_norm, rope
 
@@ -88,3 +89,34 @@ def draft_chain(
     outside = nodes >= count[:, None]
     chain = torch.stack(tokens, 1).masked_fill(outside, -1)
     return chain, (nodes - 1).masked_fill(outside, -1), count, torch.stack(sure, 1)
+
+
+def draw_chain(
+    base: Tensor, hidden: Tensor, roots: Tensor, head: Markov, temperature: Tensor, seeds: Tensor, counters: Tensor
+) -> tuple[Tensor, Tensor]:
+    """K drafts in a row, each drawn from the whole vocabulary under the token before it. No host step between slots.
+
+    base [R, K, V] logits, hidden [R, K, d] after the final norm, roots [R] int64; temperature [R] float32, 0 for the best
+    token; seeds and counters [R] int64 key the draws: slot k's is `rng.uniform(seeds, counters, rng.DRAFT, k * V)`.
+
+    -> (tokens [R, K] int64, probs [R, K + 1, V] float32: the law that each draft was drawn from, one-hot where it was not;
+    the last row is zero).
+    """
+    r, slots, vocab = base.shape
+    warm = (temperature > 0)[:, None]
+    scale = torch.where(warm, temperature[:, None], 1.0)
+    gates, previous, state = head.of_hidden(hidden), roots, None
+    tokens, laws = [], []
+    for k in range(slots):
+        e = F.embedding(previous, head.w1)
+        z, state = head.step(e, None if gates is None else gates[:, k], state)
+        logits = base[:, k].float() + F.linear(z, head.w2).float()
+        law = (logits / scale).softmax(-1)
+        best = logits.argmax(-1)
+        # A broken row (NaN, whose sum is not positive) is greedy too: acceptance needs a distribution.
+        drawn = warm & (law.sum(-1, keepdim=True) > 0)
+        law = torch.where(drawn, law, torch.zeros_like(law).scatter(-1, best[:, None], 1.0))
+        previous = torch.where(drawn[:, 0], rng.sample(law, rng.uniform(seeds, counters, rng.DRAFT, k * vocab)), best)
+        tokens.append(previous)
+        laws.append(law)
+    return torch.stack(tokens, 1), torch.stack([*laws, torch.zeros_like(laws[0])], 1)
