@@ -34,6 +34,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "normed": _linear.normed,
     "logits": _linear.logits,
     "greedy_logits": _linear.greedy_logits,
+    "arg_max": _linear.arg_max,
     "moe_route": moe.moe_route,
     "moe_experts": moe.moe_experts,
     "plan_attention": attention.plan_attention,
@@ -134,6 +135,7 @@ linear_add_rms_norm = _op("linear_add_rms_norm")
 normed = _op("normed")
 logits = _op("logits")
 greedy_logits = _op("greedy_logits")
+arg_max = _op("arg_max")
 moe_route = _op("moe_route")
 moe_experts = _op("moe_experts")
 plan_attention = _op("plan_attention")

@@ -80,6 +80,9 @@ def main() -> None:
     for x in (half(slots, vocab), real(slots, 49152)):
         ops["top"](x, m)
     ops["top"](half(8, vocab), 1)
+    for rows in (1, 8, 64):
+        ops["arg_max"](half(rows, vocab))
+        ops["arg_max"](half(rows, 49152))
     gates = {"gated": ((rank, d + rank), (rank,)), "rnn": ((3 * rank, 2 * rank + d), (3 * rank,))}
     for kind in ("vanilla", "gated", "rnn"):
         head = Markov(kind, half(1000, rank), half(1000, rank), *(half(*shape) for shape in gates.get(kind, ())))

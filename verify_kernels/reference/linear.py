@@ -48,5 +48,10 @@ def greedy_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
     Ties go to the lowest id. A row that holds a NaN returns NaN as its logit. Nothing of size T x V has to be kept.
     """
-    best, ids = F.linear(x, weight).max(dim=-1)
+    return arg_max(F.linear(x, weight))
+
+
+def arg_max(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [T, V] -> (ids [T] int64, ties to the lowest; their values [T] float32, NaN where a row has one)."""
+    best, ids = logits.max(dim=-1)
     return ids, best.float()

@@ -13,7 +13,7 @@ from typing import Any
 
 def implementations() -> dict[str, Callable[..., Any]]:
     """Operation name -> implementation."""
-    from verify_kernels.triton import drafting, growth, markov, trees
+    from verify_kernels.triton import argmax, drafting, growth, markov, trees
 
-    modules = (drafting, growth, markov, trees)
+    modules = (argmax, drafting, growth, markov, trees)
     return {name: getattr(module, name) for module in modules for name in module.__all__}
