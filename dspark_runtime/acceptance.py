@@ -53,24 +53,6 @@ def chain_path(tree: DraftTree, num_accepted: Tensor) -> Tensor:
     return torch.where(nodes <= num_accepted[:, None], nodes, -1)
 
 
-def _walk(tree: DraftTree, next_token: Callable[[Tensor, int], Tensor]) -> Accepted:
-    """From the root, follow next_token(nodes [R], depth) -> ids [R] for as long as a child carries that token."""
-    node = torch.zeros_like(tree.num_nodes)
-    alive = torch.ones_like(node, dtype=torch.bool)
-    token = next_token(node, 0)
-    path, tokens = [node], [token]
-    for depth in range(1, tree.depth + 1):
-        # The first matching child, or 0, which is nobody's child. No token is -1, so padding never matches.
-        child = ((tree.parents == node[:, None]) & (tree.tokens == token[:, None])).int().argmax(1)
-        alive = alive & (child > 0)
-        node = torch.where(alive, child, node)
-        token = next_token(node, depth)
-        path.append(torch.where(alive, node, -1))
-        tokens.append(torch.where(alive, token, -1))
-    kept = torch.stack(path, 1)
-    return Accepted(kept, torch.stack(tokens, 1), (kept >= 0).sum(1))
-
-
 def greedy(tree: DraftTree, target_ids: Tensor) -> Accepted:
     """Keep drafts while they equal the target's choice. target_ids [R, n] int64: the choice after each node."""
     is_chain = tree.is_chain and tree.width > tree.depth
@@ -83,19 +65,13 @@ def node_sampling(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, c
     Lossless for any tree that was chosen without looking at the target's randomness, and coupled: the emitted tokens
     are those of plain sampling with the same seed.
     """
-    if tree.is_chain and tree.width > tree.depth:
-        u = rng.uniform(seeds[:, None], counters[:, None] + torch.arange(tree.width, device=rows.device), rng.TARGET)
-        # By flat row, so that the distributions are not copied into the padded layout.
-        total = probs.shape[0]
-        owned = torch.where(tree.tokens >= 0, rows, total)
-        u = u.new_zeros(total + 1).scatter(0, owned.flatten(), u.flatten())[:total]
-        return greedy(tree, rng.sample(probs, u)[rows])
-
-    def draw(node: Tensor, depth: int) -> Tensor:
-        u = rng.uniform(seeds, counters + depth, rng.TARGET)
-        return rng.sample(probs[rows.gather(1, node[:, None]).squeeze(1)], u)
-
-    return _walk(tree, draw)
+    u = rng.uniform(seeds[:, None], counters[:, None] + tree.depths(), rng.TARGET)
+    # By flat row, so that the distributions are not copied into the padded layout; all nodes at once, because a walk that
+    # draws where it stands waits for itself at every depth.
+    total = probs.shape[0]
+    owned = torch.where(tree.tokens >= 0, rows, total)
+    u = u.new_zeros(total + 1).scatter(0, owned.flatten(), u.flatten())[:total]
+    return greedy(tree, rng.sample(probs, u)[rows])
 
 
 def _drafted(tree: DraftTree, probs: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
