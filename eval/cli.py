@@ -37,7 +37,10 @@ Tree = Annotated[Optional[str], typer.Option(help="Names of configs/trees, or YA
 Device = Annotated[Optional[str], typer.Option(help="auto, cpu, cuda, cuda:1.")]
 Dtype = Annotated[Optional[str], typer.Option(help="auto, float32, bfloat16, float16.")]
 Weights = Annotated[Optional[str], typer.Option(help="auto, or dummy: seeded random weights, for timing.")]
-Backend = Annotated[Optional[str], typer.Option(help="Kernels: auto (this project's own), reference (torch).")]
+Backend = Annotated[
+    Optional[str],
+    typer.Option(help="Kernels: auto (this project's own), unmeasured (also those not yet run on a GPU), reference."),
+]
 Method = Annotated[
     Optional[str],
     typer.Option("--rejection-sample-method", help="Acceptance rule; auto picks one that fits the drafter."),

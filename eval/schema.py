@@ -99,7 +99,7 @@ class Pair(Strict):
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: str = "auto"
-    backend: Literal["auto", "reference"] = "auto"
+    backend: Literal["auto", "unmeasured", "reference"] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**30)  # with repeat and request beside it, it fits in 64 bits
 
     @field_validator("drafter")

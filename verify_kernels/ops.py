@@ -8,6 +8,7 @@ backend runs is decided here and nowhere else:
   `verify_kernels.cute`, the small ones of `verify_kernels.triton`, and the reference for operations that they do not
   have. A GPU or a shape that the kernels do not serve is an error (`errors.KernelError`, ValueError), never a silent
   fallback. What asks for gradients (a drafter in training) is the reference's: kernels have no backward;
+- `use("unmeasured")`: as "auto", and with the kernels that are not served until they have passed on a GPU;
 - `use("reference")`: the torch reference, always.
 
 `chosen()` reports what runs on a device, so that no command has to guess.
@@ -72,14 +73,15 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 }
 
 _loaded: dict[str, dict[str, Callable[..., Any]]] = {}  # device type -> op -> implementation
+MODES = ("auto", "unmeasured", "reference")
 _mode = "auto"
 
 
 def use(mode: str) -> None:
-    """Choose implementations: "auto" or "reference". Affects every later call of this process."""
+    """Choose implementations: one of `MODES`. Affects every later call of this process."""
     global _mode
-    if mode not in ("auto", "reference"):
-        raise ValueError(f"kernel backend: found {mode!r}, allowed: 'auto', 'reference'")
+    if mode not in MODES:
+        raise ValueError(f"kernel backend: found {mode!r}, allowed: {', '.join(map(repr, MODES))}")
     _mode = mode
     _loaded.clear()
 
@@ -88,15 +90,16 @@ def _table(device_type: str) -> dict[str, Callable[..., Any]]:
     table = _loaded.get(device_type)
     if table is None:
         table = dict(_REFERENCE)
-        if _mode == "auto" and device_type == "cpu":
+        if _mode != "reference" and device_type == "cpu":
             from verify_kernels import cpu
 
             table.update(cpu.implementations())
-        if _mode == "auto" and device_type == "cuda":
+        if _mode != "reference" and device_type == "cuda":
             from verify_kernels import cute, triton
 
-            table.update(triton.implementations())
-            table.update(cute.implementations())
+            unmeasured = _mode == "unmeasured"
+            table.update(triton.implementations(unmeasured=unmeasured))
+            table.update(cute.implementations(unmeasured=unmeasured))
         _loaded[device_type] = table
     return table
 

@@ -54,7 +54,7 @@ def main() -> None:
     from verify_kernels.triton import implementations
     from verify_kernels.triton.markov import vocabulary_chain
 
-    ops = implementations()
+    ops = implementations(unmeasured=True)
     r, n, depth, vocab, d, rank, m, slots, layers, heads, dim = 2, 32, 7, 151936, 4096, 256, 32, 7, 5, 8, 128
     ids = lambda *shape: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
     half = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16)  # noqa: E731

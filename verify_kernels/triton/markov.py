@@ -200,7 +200,7 @@ def _vocabulary(
             position = tl.load(positions + wide * SLOTS + step, mask=real, other=0)
             drawn = value / scale + NOISE(seed[:, None], step, position[:, None], token[None, :])
             value = tl.where((t > 0)[:, None], drawn, value)
-    value = tl.where(both, value, float("-inf"))
+    value = tl.where(both & (value == value), value, float("-inf"))  # a broken row still has an index
     best, index = tl.max(value, axis=1, return_indices=True)
     tl.store(maxima + wide * blocks + block, best, mask=real)
     tl.store(places + wide * blocks + block, (block * TOKENS + index).to(tl.int64), mask=real)
