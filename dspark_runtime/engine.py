@@ -56,10 +56,9 @@ class Engine:
     and for `RequestOutput.text`. cuda_graph: replay captured steps (CUDA only) where every request is greedy and none
     asks for log-probabilities; other batches run the same step uncaptured. async_scheduling: launch a step before the one
     before it has been read, where nothing but a stop token can change what it has to do; outputs and records stay the same
-    (default: with cuda_graph). record_confidence: step records hold the
-    drafts' confidences, which costs one more read of the device a step. record_experts: they count the experts that each
-    MoE layer met, after the step's time was taken. scheduler: trims every step's trees before they are verified (CPU
-    only).
+    (off: it has run on no GPU yet). record_confidence: step records hold the drafts' confidences, which costs one more
+    read of the device a step. record_experts: they count the experts that each MoE layer met, after the step's time was
+    taken. scheduler: trims every step's trees before they are verified (CPU only).
 
     Raises ConfigError for what does not fit together.
     """
@@ -79,7 +78,7 @@ class Engine:
         synthetic: SyntheticLaw | None = None,
         detokenize: Callable[[list[int]], str] | None = None,
         cuda_graph: bool = False,
-        async_scheduling: bool | None = None,
+        async_scheduling: bool = False,
         record_confidence: bool = False,
         record_experts: bool = False,
         scheduler: Scheduler | None = None,
@@ -105,7 +104,7 @@ class Engine:
         self.max_model_len = max_model_len or limit
         self.max_prefill_tokens = max_prefill_tokens
         self.detokenize = detokenize
-        self.async_scheduling = cuda_graph if async_scheduling is None else async_scheduling
+        self.async_scheduling = async_scheduling
         self.record_confidence = record_confidence
         self.record_experts = record_experts
 

@@ -192,7 +192,8 @@ def accept(tree: DraftTree, target_ids: Tensor, law: SyntheticLaw, seeds: Tensor
 def _walk_to(
     tree: DraftTree, wanted: Tensor, law: SyntheticLaw, seeds: Tensor, steps: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A path of `wanted` drafts, or to the deepest node, children drawn by the law's rank frequencies: path [R, depth + 1], drafts on it [R], last node [R]."""
+    """A path of `wanted` drafts, or to the deepest node, children drawn by the law's rank frequencies: path [R, depth + 1],
+    drafts on it [R], last node [R]."""
     n = tree.width
     nodes = torch.arange(n, device=wanted.device)
     depths = torch.where(tree.tokens >= 0, tree.depths(), 0)

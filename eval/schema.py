@@ -366,7 +366,8 @@ class BenchRow(Strict):
     were all accepted; conditional = given that the ones before were. emitted_histogram[i]: pairs that emitted i + 1.
     draft_acceptance_rate: accepted / proposed drafts. tpot_ms: per output token of one request; chunk_gap_ms: between
     two steps, which is what a client sees between chunks. unique_experts_per_layer: different experts that a step's
-    tokens meet, mean over MoE layers and steps; expected_...: by the law that `routing` names. break_even: the length at which speculation gains nothing.
+    tokens meet, mean over MoE layers and steps; expected_...: by the law that `routing` names. break_even:
+    the length at which speculation gains nothing.
     """
 
     engine: str = "dspark"
