@@ -16,7 +16,8 @@ backend runs is decided here and nowhere else:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
 _loaded: dict[str, dict[str, Callable[..., Any]]] = {}  # device type -> op -> implementation
 MODES = ("auto", "unmeasured", "reference")
 _mode = "auto"
+_record: Callable[..., None] | None = None
 
 
 def use(mode: str) -> None:
@@ -84,6 +86,22 @@ def use(mode: str) -> None:
         raise ValueError(f"kernel backend: found {mode!r}, allowed: {', '.join(map(repr, MODES))}")
     _mode = mode
     _loaded.clear()
+
+
+def mode() -> str:
+    """What `use` chose."""
+    return _mode
+
+
+@contextmanager
+def recording(record: Callable[..., None]) -> Iterator[None]:
+    """Inside, `record(name, implementation, arguments, keywords)` hears of every operation before it runs."""
+    global _record
+    _record = record
+    try:
+        yield
+    finally:
+        _record = None
 
 
 def _table(device_type: str) -> dict[str, Callable[..., Any]]:
@@ -114,7 +132,10 @@ def _op(name: str) -> Callable[..., Any]:
         tensors = (a for a in (x, *args, *kwargs.values()) if isinstance(a, torch.Tensor))
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors):
             return _REFERENCE[name](x, *args, **kwargs)
-        return _table(_device_of(x).type)[name](x, *args, **kwargs)
+        implementation = _table(_device_of(x).type)[name]
+        if _record is not None:
+            _record(name, implementation, (x, *args), kwargs)
+        return implementation(x, *args, **kwargs)
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = _REFERENCE[name].__doc__

@@ -3,7 +3,13 @@ in a latent space. Every operation goes through `verify_kernels.ops`; its docstr
 
 Taken from vLLM 0.33 (models/kimi_k3/nvidia/{model,kda,mla}.py) and flash-linear-attention, written anew. What no public
 source settles: the epsilon of the norms inside latent attention (see configs/models/kimi-k3.yaml). Not modelled: MXFP8
-activations of the experts. Not built: reading the published checkpoint, its vision tower, shards.
+activations of the experts. Not built: reading the published checkpoint, its vision tower.
+
+**Shards.** `KimiK3Config.of_rank` divides heads, columns, experts and vocabulary; every shape below then is a rank's, and
+`RankTensors` cuts a whole model's tensors to it. Copied to every rank are norms, router, the latents of queries and keys
+and their pages. A rank's sums become the model's in five places: after the embedding, each attention, each MLP or
+mixture (its up-projection takes the rank's columns of the latent), the experts' sum, and the head's vocabulary; the
+mixture's down-projection, divided by rows, is gathered.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +26,7 @@ from torch import Tensor
 from dspark_runtime.cost.facts import Architecture, DenseMlp, Kda, Mla, Moe, Situ, load_architecture
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.forced_routing import ForcedRouting
+from dspark_runtime.models.shards import RankTensors, Shard
 from dspark_runtime.models.transformer import TensorReader
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch, RecurrentStates
@@ -26,10 +34,14 @@ from verify_kernels.quantized import GROUP, Mxfp4
 from verify_kernels.reference.attention import AttentionPlan
 from verify_kernels.reference.recurrence import RecurrencePlan
 
+if TYPE_CHECKING:
+    from verify_kernels.comm import Group
+
 @dataclass(frozen=True)
 class KimiK3Config:
     """A model of Kimi-K3's form: facts of configs/models, complete. Dense feed-forward layers come first. Every fourth
-    layer and the last have latent attention (layers 3, 7, ..., from 0), the others delta attention."""
+    layer and the last have latent attention (layers 3, 7, ..., from 0), the others delta attention. facts: the whole
+    model's, always; kda, mla, dense and moe: of the rank that `shard` names, whose heads and columns they count."""
 
     facts: Architecture
     kda: Kda
@@ -37,6 +49,7 @@ class KimiK3Config:
     dense: DenseMlp
     moe: Moe
     situ: Situ
+    shard: Shard = field(default=Shard())
 
     architecture = "kimi_k3"
     eos_token_ids: tuple[int, ...] = ()  # the facts name none
@@ -68,6 +81,43 @@ class KimiK3Config:
     @property
     def num_experts_per_tok(self) -> int:
         return self.moe.num_experts_per_tok
+
+    @property
+    def experts_held(self) -> int:
+        """Experts of a layer that this rank holds, or holds slices of."""
+        return self.moe.num_experts // (self.shard.size if self.shard.parallel == "ep" else 1)
+
+    @property
+    def vocab_held(self) -> int:
+        return self.vocab_size // self.shard.size
+
+    @property
+    def latent_held(self) -> int:
+        """Channels of the experts' latent space whose projections this rank holds."""
+        return self.moe.expert_hidden_size // self.shard.size
+
+    def of_rank(self, shard: Shard) -> KimiK3Config:
+        """What one rank holds of this whole model. Raises ConfigError naming the dimension that does not divide."""
+        moe, part = self.moe, shard.part
+        held = {"shared_intermediate_size": part("ffn.moe.shared_intermediate_size", moe.shared_intermediate_size)}
+        if shard.parallel == "tp":  # whole groups of each expert's second matrix
+            held["intermediate_size"] = part("ffn.moe.intermediate_size", moe.intermediate_size, GROUP)
+        else:
+            part("ffn.moe.num_experts", moe.num_experts)
+        part("vocab_size", self.vocab_size)
+        part("ffn.moe.expert_hidden_size", moe.expert_hidden_size)
+
+        def divided(field: str, facts: Kda | Mla | DenseMlp, name: str) -> Kda | Mla | DenseMlp:
+            return facts.model_copy(update={name: part(f"{field}.{name}", getattr(facts, name))})
+
+        return replace(
+            self,
+            kda=divided("attention.kda", self.kda, "heads"),
+            mla=divided("attention.mla", self.mla, "heads"),
+            dense=divided("ffn.dense", self.dense, "intermediate_size"),
+            moe=moe.model_copy(update=held),
+            shard=shard,
+        )
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.dense.layers
@@ -121,11 +171,11 @@ Take = Callable[[str], Tensor]
 
 
 def tensor_shapes(c: KimiK3Config) -> dict[str, tuple[tuple[int, ...], Kind]]:
-    """Every tensor's shape and kind, under the checkpoint's names but for `language_model.` before them. Experts are
-    stacked: experts.gate_up is [w1; w3] and experts.down w2 of all experts."""
+    """Every tensor's shape and kind on the rank of `c.shard`, under the checkpoint's names but for `language_model.`
+    before them. Experts are stacked: experts.gate_up is [w1; w3] and experts.down w2 of all experts."""
     h, kda, mla, moe = c.hidden_size, c.kda, c.mla, c.moe
     wide, q_dim = kda.heads * kda.head_dim, mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    shapes: dict[str, tuple[tuple[int, ...], Kind]] = {"model.embed_tokens.weight": ((c.vocab_size, h), None)}
+    shapes: dict[str, tuple[tuple[int, ...], Kind]] = {"model.embed_tokens.weight": ((c.vocab_held, h), None)}
 
     def put(prefix: str, **tensors: tuple[int, ...]) -> None:
         shapes.update({f"{prefix}{name}.weight": (shape, None) for name, shape in tensors.items()})
@@ -152,30 +202,45 @@ def tensor_shapes(c: KimiK3Config) -> dict[str, tuple[tuple[int, ...], Kind]]:
         if c.is_moe(i):
             block, latent, inner = f"{layer}block_sparse_moe.", moe.expert_hidden_size, moe.intermediate_size
             shared = moe.num_shared_experts * moe.shared_intermediate_size
-            put(block, gate=(moe.num_experts, h), routed_expert_down_proj=(latent, h), routed_expert_norm=(latent,))
-            put(block, routed_expert_up_proj=(h, latent))
+            put(block, gate=(moe.num_experts, h), routed_expert_down_proj=(c.latent_held, h))
+            put(block, routed_expert_norm=(latent,), routed_expert_up_proj=(h, c.latent_held))
             put(f"{block}shared_experts.", gate_proj=(shared, h), up_proj=(shared, h), down_proj=(h, shared))
             shapes[f"{block}gate.e_score_correction_bias"] = ((moe.num_experts,), WIDE)
             for name, rows, columns in (("gate_up", 2 * inner, latent), ("down", latent, inner)):
                 experts = f"{block}experts.{name}.weight"
-                shapes[f"{experts}_packed"] = ((moe.num_experts, rows, columns // 2), torch.uint8)
-                shapes[f"{experts}_scale"] = ((moe.num_experts, rows, columns // GROUP), torch.uint8)
+                shapes[f"{experts}_packed"] = ((c.experts_held, rows, columns // 2), torch.uint8)
+                shapes[f"{experts}_scale"] = ((c.experts_held, rows, columns // GROUP), torch.uint8)
         else:
             inner = c.dense.intermediate_size
             put(f"{layer}mlp.", gate_proj=(inner, h), up_proj=(inner, h), down_proj=(h, inner))
     put("model.", output_attn_res_norm=(h,), output_attn_res_proj=(1, h), norm=(h,))
-    put("", lm_head=(c.vocab_size, h))
+    put("", lm_head=(c.vocab_held, h))
     return shapes
 
 
+def rank_tensors(tensors: Mapping[str, Tensor], whole: KimiK3Config, part: KimiK3Config) -> RankTensors:
+    """What the rank of `part` holds of a whole model's tensors."""
+    shapes = [{name: shape for name, (shape, _) in tensor_shapes(c).items()} for c in (whole, part)]
+    return RankTensors(tensors, *shapes, part.shard.rank, ("gate_up.weight_packed", "gate_up.weight_scale"))
+
+
+def weight_bytes(c: KimiK3Config, dtype: torch.dtype) -> int:
+    """Bytes of all tensors of a rank in their formats, the rest in dtype."""
+    kinds = {None: dtype.itemsize, WIDE: _wide(dtype).itemsize, torch.uint8: 1}
+    return sum(math.prod(shape) * kinds[kind] for shape, kind in tensor_shapes(c).values())
+
+
 class DummyTensors(Mapping[str, Tensor]):
-    """Seeded random weights in their real formats, made when asked for. The text means nothing.
+    """Seeded random weights of a rank in their real formats, made when asked for. The text means nothing. What ranks
+    share is the same on all of them.
 
     Norms are one, matrices of standard deviation 0.02 (experts: random 4-bit codes, about 2.9, under scales of 2^-7).
     """
 
     def __init__(self, config: KimiK3Config, seed: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self._shapes = tensor_shapes(config)
+        self._shared = {name for name, shape in tensor_shapes(_whole(config)).items() if shape == self._shapes[name]}
+        self._rank = config.shard.rank
         self._order = {name: i for i, name in enumerate(self._shapes)}
         self._seed, self._dtype, self._device = seed, dtype, device
 
@@ -183,7 +248,9 @@ class DummyTensors(Mapping[str, Tensor]):
         shape, kind = self._shapes[key]
         if key.endswith("weight_scale"):
             return torch.full(shape, 127 - 7, dtype=torch.uint8, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + self._order[key])
+        rank = 0 if key in self._shared else self._rank
+        seed = self._seed * 1_000_003 + self._order[key] + rank * 15_485_863
+        generator = torch.Generator(self._device).manual_seed(seed)
         if kind == torch.uint8:
             return torch.empty(shape, dtype=torch.uint8, device=self._device).random_(generator=generator)
         values = torch.empty(shape, dtype=_wide(self._dtype) if kind == WIDE else self._dtype, device=self._device)
@@ -200,6 +267,11 @@ class DummyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+
+def _whole(c: KimiK3Config) -> KimiK3Config:
+    attention, ffn = c.facts.attention, c.facts.ffn
+    return KimiK3Config(c.facts, attention.kda, attention.mla, ffn.dense, ffn.moe, c.situ)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -271,7 +343,7 @@ class Layer:
 
 
 class KimiK3:
-    """A target model; implements `dspark_runtime.models.base.Model`. CPU only: its kernels are not built.
+    """A target model, or one rank of it; implements `dspark_runtime.models.base.Model`.
 
     The cache holds latents in pages, [MLA layers, pages, page_size, 1, rank + rope], and for each request one row of
     states and convolution windows of the KDA layers (see `verify_kernels.batch.RecurrentStates`).
@@ -287,18 +359,25 @@ class KimiK3:
         device: torch.device | str,
         max_model_len: int | None = None,
         source: str | None = None,
+        group: Group | None = None,
     ) -> None:
-        """tensors: those of `tensor_shapes`. source: named in errors (default: name)."""
+        """tensors: those of `tensor_shapes`. source: named in errors (default: name). group: the ranks among which
+        `config` is divided. Raises ConfigError for a group that is not theirs."""
         c = self.config = config
         limit = c.max_position_embeddings
         if max_model_len is not None and not 1 <= max_model_len <= limit:
             raise ConfigError(
                 f"max_model_len: found {max_model_len}, allowed: 1 to {limit}, the context limit of {name}"
             )
+        found = Shard(group.rank, group.size, c.shard.parallel) if group is not None else Shard()
+        if c.shard.size > 1 and found != c.shard:
+            raise ConfigError(f"group: found {found}, allowed: {c.shard}, the model's")
+        self.group = group if c.shard.size > 1 else None
         self.name = name
         self.device, self.dtype = torch.device(device), dtype
-        if self.device.type != "cpu":
-            raise ConfigError(f"device: found {self.device.type}, allowed: cpu (the kernels of {name} are not built)")
+        if self.device.type != "cpu" and (self.device.type != "cuda" or ops.mode() == "auto"):
+            allowed = f"cpu, or cuda with --backend unmeasured (the kernels of {name} have not run there)"
+            raise ConfigError(f"device: found {self.device.type}, allowed: {allowed}")
         self.vocab_size = c.vocab_size
         self.num_layers = c.num_hidden_layers
         self.max_model_len = max_model_len or limit
@@ -350,13 +429,14 @@ class KimiK3:
 
         blocks: list[Tensor] = []  # the residual stream where each block of layers began
         tapped: dict[int, Tensor] = {}
-        since = tapped[-1] = ops.embedding(batch.token_ids, self.embed)  # what was added since then
+        since = tapped[-1] = self._embed(batch.token_ids)  # what was added since then
         for i, layer in enumerate(self.layers):
             x = _mix(since, blocks, layer.before_mixer, eps)
             if isinstance(layer.mixer, DeltaAttention):
                 y = self._delta_attention(x, layer.mixer, batch, cache.states, next(kda_layers), plan)
             else:
                 y = self._latent_attention(x, layer.mixer, batch, cache.k[next(mla_layers)], latent_plan)
+            y = self._sum(y, "attention")
             if i % c.facts.attention_residual_block == 0:
                 blocks.append(since)
                 since = y
@@ -364,12 +444,27 @@ class KimiK3:
                 since = since + y
             x = _mix(since, blocks, layer.before_ffn, eps)
             if isinstance(layer.ffn, GatedMlp):
-                since = since + self._mlp(x, layer.ffn)
+                y = self._mlp(x, layer.ffn)
             else:
-                since = since + self._moe(x, layer.ffn, batch, None if forced is None else forced[len(batch.experts)])
+                y = self._moe(x, layer.ffn, batch, None if forced is None else forced[len(batch.experts)])
+            since = since + self._sum(y, "mlp")
             tapped[i] = since
         hidden = _mix(since, blocks, self.output, eps)
         return hidden, torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+
+    def _sum(self, x: Tensor, name: str) -> Tensor:
+        return x if self.group is None else self.group.all_reduce(x, name)
+
+    def _gather(self, x: Tensor, name: str) -> Tensor:
+        """[N, K] of every rank -> [N, ranks * K]."""
+        return x if self.group is None else self.group.all_gather(x, name)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        if self.group is None:
+            return ops.embedding(ids, self.embed)
+        local = ids - self.group.rank * len(self.embed)
+        held = (local >= 0) & (local < len(self.embed))
+        return self._sum(ops.embedding(local * held, self.embed) * held[:, None], "embedding")
 
     def _delta_attention(
         self, x: Tensor, w: DeltaAttention, batch: PassBatch, states: RecurrentStates, layer: int, plan: RecurrencePlan
@@ -417,20 +512,33 @@ class KimiK3:
         )
         ids = ids if forced is None else forced
         batch.experts.append(ids)
-        latent = ops.linear(x, w.down_proj)
-        y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids, situ.beta, situ.linear_beta)
-        y = ops.linear(ops.rms_norm(y, w.norm, self.config.rms_norm_eps), w.up_proj)
-        return y + self._mlp(x, w.shared)
+        latent = self._gather(ops.linear(x, w.down_proj), "latent")
+        held = len(w.gate_up.values)
+        first = self.config.shard.rank * held if held < moe.num_experts else 0
+        y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids - first, situ.beta, situ.linear_beta)
+        y = ops.rms_norm(self._sum(y, "experts"), w.norm, self.config.rms_norm_eps)
+        columns = w.up_proj.shape[1]
+        y = y.narrow(1, self.config.shard.rank * columns, columns)
+        return ops.linear(y.contiguous(), w.up_proj) + self._mlp(x, w.shared)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`."""
-        return ops.logits(hidden, self.lm_head)
+        return self._gather(ops.logits(hidden, self.lm_head), "logits")
 
     @torch.inference_mode()
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """See `Model.greedy`."""
-        return ops.greedy_logits(hidden, self.lm_head)
+        ids, best = ops.greedy_logits(hidden, self.lm_head)
+        if self.group is None:
+            return ids, best
+        # Both exact in float64; ranks hold the vocabulary in order, so the first of equal ones has the lowest id.
+        pair = torch.stack((best.double(), ids + float(self.group.rank * len(self.lm_head))), dim=1)
+        every = self._gather(pair, "best token").view(len(ids), -1, 2)
+        value, at = every[..., 0].max(dim=1, keepdim=True)
+        first = torch.where(every[..., 0] == value, every[..., 1], float("inf")).amin(1)
+        first = torch.where(value[:, 0].isnan(), every[..., 1].gather(1, at)[:, 0], first)
+        return first.long(), value[:, 0].float()
 
 
 def _mix(since: Tensor, blocks: list[Tensor], w: Residual, eps: float) -> Tensor:
@@ -501,14 +609,27 @@ def _read_moe(take: Take, prefix: str) -> LatentMoe:
 
 
 def dummy_kimi_k3(
-    name: str, config: KimiK3Config, dtype: torch.dtype, device: torch.device, seed: int, max_model_len: int | None
+    name: str,
+    config: KimiK3Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    max_model_len: int | None,
+    group: Group | None = None,
 ) -> KimiK3:
-    """With random weights. Raises ConfigError for a model that this machine's memory does not hold."""
-    need, room = config.facts.checkpoint_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """With random weights, of the rank that `config` is of. Raises ConfigError for what this device does not hold."""
+    need = weight_bytes(config, dtype)
+    if device.type == "cuda":
+        room, whose = torch.cuda.get_device_properties(device).total_memory, "this GPU"
+    else:
+        room, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
     if need > room:
+        size = config.shard.size
+        what = f"one rank of {size} of {name}" if size > 1 else name
         raise ConfigError(
-            f"target: {name} takes {math.ceil(need / 1e9)} GB of weights, this machine has {room / 1e9:.0f} GB; one "
-            "rank of it alone is not built, allowed: kimi-k3-tiny, or a YAML file of its form"
+            f"target: {what} takes {math.ceil(need / 1e9)} GB of weights, {whose} has {room / 1e9:.0f} GB; allowed: one "
+            "rank of more (--rank-of N), kimi-k3-tiny, or a YAML file of its form"
         )
     tensors = DummyTensors(config, seed, dtype, device)
-    return KimiK3(config, tensors, name=name, dtype=dtype, device=device, max_model_len=max_model_len)
+    options = dict(name=name, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
+    return KimiK3(config, tensors, **options)

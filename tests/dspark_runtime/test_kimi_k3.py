@@ -358,7 +358,7 @@ def test_broken_architectures_are_named(tmp_path, old: str, new: str, message: s
 
 
 def test_what_does_not_run_says_so(own, tensors, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="kimi-k3 takes 1560 GB of weights, this machine has .* is not built"):
+    with pytest.raises(ConfigError, match="kimi-k3 takes 1560 GB of weights, this machine has .*--rank-of N"):
         load_target("kimi-k3", weights="dummy", device="cpu")
     with pytest.raises(ConfigError, match="kimi-k3 is an architecture without weights"):
         load_target("kimi-k3")

@@ -26,14 +26,16 @@ def situ_experts(
     """SiTU experts of quantised weights and 16-bit activations, combined by routing weight.
 
     x [T, L], gate_up [E, 2 I, L], down [E, L, I], weights and ids [T, k] -> [T, L] in x's dtype; products rounded to
-    it, their sum in float32 or more. (Kimi-K3 is deployed with MXFP8 activations; their rounding is not modelled.) On a
+    it, their sum in float32 or more. An id outside 0 to E - 1 is of an expert held elsewhere, and adds nothing. (Kimi-K3 is deployed with MXFP8 activations; their rounding is not modelled.) On a
     CUDA device every expert runs over every token, as in `moe.moe_experts`.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.zeros_like(x, dtype=wide)
-    per_expert = torch.zeros(len(x), gate_up.shape[0], dtype=weights.dtype, device=x.device).scatter_(1, ids, weights)
+    held = gate_up.shape[0]
+    ids = torch.where((ids >= 0) & (ids < held), ids, held)
+    per_expert = torch.zeros(len(x), held + 1, dtype=weights.dtype, device=x.device).scatter_(1, ids, weights)
     on_cpu = x.device.type == "cpu"
-    for e in ids.unique().tolist() if on_cpu else range(gate_up.shape[0]):
+    for e in ids[ids < held].unique().tolist() if on_cpu else range(held):
         rows = per_expert[:, e].nonzero().squeeze(1) if on_cpu else slice(None)
         y = F.linear(x[rows].to(wide), gate_up[e].dequantize(wide)).to(x.dtype)
         y = F.linear(situ_and_mul(y, beta, linear_beta).to(wide), down[e].dequantize(wide)).to(x.dtype)
