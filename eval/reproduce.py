@@ -18,6 +18,7 @@ from dspark_runtime.cost.kernels import ZERO, Interval, load_kernels
 from dspark_runtime.cost.routing import Routing
 from dspark_runtime.cost.step import Load, Parallelism, StepTime, prefill_ms, step_time, transfer_ms
 from dspark_runtime.errors import ConfigError
+from dspark_runtime.validation import read_json
 from eval.report import RESULTS, table
 from eval.reported import Point, Reported, all_reported, entry_name, load_reported
 
@@ -457,6 +458,63 @@ def _with_torch(step: StepTime, kernels: Any) -> Interval:
     return total
 
 
+@dataclass(frozen=True)
+class Rank:
+    """One rank of a system measured by `dspark bench --rank-of`, a row of eval/results. reported: the point of an entry
+    with as many requests, verified tokens and the same acceptance length."""
+
+    name: str
+    machine: str
+    row: dict[str, Any]
+    reported: Point | None
+
+
+def ranks_measured(entry: Reported, folder: Path = RESULTS) -> list[Rank]:
+    """Every measured rank of an entry's model."""
+    out = []
+    for path in sorted(folder.rglob("*.json")):
+        run = read_json(path)
+        for row in run.get("results") or ():
+            if "rank_of" not in row or row["target"] != entry.model:
+                continue
+            found = (row["num_requests"], round(row["verified_tokens"] / row["num_requests"]))
+            al = row["spec_decode_acceptance_length"]
+            same = (p for p in entry.points if (p.requests, p.tokens) == found and abs(p.acceptance_length - al) < 0.1)
+            where = run["environment"]
+            out.append(Rank(path.relative_to(folder).as_posix(), where["gpu"] or where["cpu"], row, next(same, None)))
+    return out
+
+
+def rank_text(entry: Reported, ranks: list[Rank]) -> list[str]:
+    """Measured ranks beside what was reported, as lines of text."""
+    if not ranks:
+        return []
+
+    def span(values: list[float] | None, digits: int = 2) -> str:
+        if values is None:
+            return "not counted"
+        low, mid, high = (f"{x:.{digits}f}" for x in values)
+        return f"{mid} [{low}-{high}]"
+
+    body = []
+    for r in ranks:
+        row, p = r.row, r.reported
+        said = "" if p is None else f"{'> ' if entry.at_least else ''}{p.value:g} {UNITS[p.metric]}"
+        what = f"1 of {row['rank_of']} {row['parallel']}, {row['communication_source'].partition(':')[0]}"
+        body.append((
+            r.name, r.machine, what, str(row["num_requests"]), f"{row['verified_tokens']:.0f}",
+            f"{row['spec_decode_acceptance_length']:.2f}{' SYNTHETIC' if row['synthetic'] else ''}",
+            ms(row["step_ms"]["total"]), span(row["communication_ms"]), span(row["implied_step_ms"]),
+            span(row["implied_output_throughput"], 0), said,
+        ))  # fmt: skip
+    stamps = "; ".join(dict.fromkeys(r.row["stamp"] for r in ranks))
+    header = (
+        "result", "measured on", "rank, fabric", "b", "verified", "AL", "its step ms", "communication ms",
+        "implied step ms", "implied tokens/s", "reported",
+    )  # fmt: skip
+    return [f"Measured by this project ({stamps}):", "", table(header, body), ""]
+
+
 # ------------------------------------------------------------------------------------------------ one entry
 
 
@@ -476,9 +534,16 @@ class WhatIf:
         return {k: v for k, v in vars(self).items() if v is not None}
 
 
+def beginning(name: str) -> list[str]:
+    """Entries whose names go on after `name`, the last first; none for the whole name of one."""
+    return [n for n in reversed(all_reported()) if n.startswith(f"{name}-")] if name not in all_reported() else []
+
+
 def find_row(name: str) -> Row:
-    """A point by "entry" (its last, most telling point) or "entry/point"; an entry may be a YAML file of its own."""
+    """A point by "entry" (its last, most telling point) or "entry/point"; an entry may be a YAML file of its own, or the
+    beginning of a name: the last entry that begins so."""
     file, wanted = entry_name(name)
+    file = next(iter(beginning(file)), file)
     entry = all_reported().get(file) or load_reported(file)
     rows = evaluate({file: entry})
     if wanted is None:
@@ -580,7 +645,10 @@ def breakdown(row: Row) -> str:
 def one_text(name: str, what: WhatIf) -> str:
     row = find_row(name)
     parts = [f"{row.entry.title} ({row.name})", ""]
+    if others := beginning(name.partition("/")[0])[1:]:
+        parts += [f"{name} also begins {', '.join(others)}.", ""]
     parts += [verdict(row), ""]
+    parts += rank_text(row.entry, ranks_measured(row.entry))
     if what.changes:
         before, row = row, changed(row, what)
         said = ", ".join(f"{k} {v}" for k, v in what.changes.items())
@@ -664,6 +732,7 @@ def as_json(name: str | None, what: WhatIf) -> str:
             "unique_experts_per_layer": r.step.unique_experts,
             "groups_ms": {k: v.mid for k, v in r.step.groups().items()},
             "verdict": None if r.supposed else verdict(r),
+            "ranks_measured": [{"result": m.name, "measured_on": m.machine} | m.row for m in ranks_measured(r.entry)],
         }
         for r in rows
     ]  # fmt: skip

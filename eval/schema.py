@@ -120,6 +120,9 @@ class BenchConfig(Pair):
     ids in place of the texts of `prompts`. scheduler: each speculative shape once with every one of them ("none": all
     drafts are verified), see `dspark_runtime.scheduling.names`. routing: the law of an MoE target's expert choices, see
     `dspark_runtime.forced_routing` (None: uniform with dummy weights, else the model's own).
+
+    rank_of: one rank of so many is measured in place of the whole target, see `eval.rank`; its experts are divided as
+    parallel says, its collectives are those of `hardware` (None: this machine's, or the cost model's lender).
     """
 
     num_speculative_tokens: IntList = Field(default=[3, 7], min_length=1)
@@ -139,6 +142,10 @@ class BenchConfig(Pair):
     cuda_graph: bool | None = None
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
+    rank_of: int | None = Field(default=None, ge=2)
+    parallel: Literal["tp", "ep"] = "tp"
+    collectives: Literal["none", "modelled", "real"] = "modelled"
+    hardware: str | None = None
 
     @field_validator("num_speculative_tokens")
     @classmethod
@@ -191,6 +198,19 @@ class BenchConfig(Pair):
                 f"found {value}, allowed: never increasing (share of steps that accept position i and all before)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _one_rank(self) -> BenchConfig:
+        given = [name for name in ("parallel", "collectives", "hardware") if name in self.model_fields_set]
+        if self.rank_of is None and given:
+            raise ValueError(f"{given[0]}: found without rank_of, allowed: with it")
+        if self.rank_of is not None and self.weights != "dummy":
+            raise ValueError(f"weights: found {self.weights!r} with rank_of, allowed: dummy")
+        if self.hardware is not None and self.collectives != "modelled":
+            raise ValueError(f"hardware: found with collectives {self.collectives}, allowed: with modelled")
+        if self.rank_of is not None and self.scheduler:
+            raise ValueError("scheduler: found with rank_of, allowed: without it (a rank's time is that of its shape)")
+        return self
 
     @model_validator(mode="after")
     def _one_law(self) -> BenchConfig:
@@ -421,6 +441,92 @@ class BenchRow(Strict):
         return self.output_throughput is not None
 
 
+Range = tuple[float, float, float]
+"""Low, middle and high of an interval."""
+
+
+class RankOperation(Strict):
+    """One operation of the verify pass on a rank: all its calls of a step, replayed one after the other. bytes and
+    flops: what it must read and compute; floor_ms: the longer of the two at the ceilings of the environment; backend:
+    the module that ran."""
+
+    name: str
+    group: str
+    count: int
+    ms: float
+    floor_ms: float
+    bytes: float
+    flops: float
+    backend: str
+
+
+class RankCollective(Strict):
+    """Collectives of one name in a step. bytes: of one rank's message; us: modelled, of one."""
+
+    name: str
+    kind: str
+    count: int
+    bytes: int
+    us: Range | None
+
+
+class RankExperts(Strict):
+    """Different experts of a layer that a pass touches, means over MoE layers: expected by the law and counted for the
+    whole model (counted on the measured steps), and on a rank: this one in the measured pass, and over passes drawn
+    from the law the mean rank and the slowest of each layer."""
+
+    law: str
+    expected: float | None
+    counted: float
+    this_rank: float
+    mean_rank: float | None
+    slowest_rank: float | None
+
+
+class RankRow(Strict):
+    """One rank's step, and what it implies for the whole system.
+
+    step_ms: measured on the rank, collectives included only where they are real. floor_ms: of its verify pass.
+    between_ms: of the verify phase, what is not in `operations` (small torch operations, gaps, collectives that are
+    real). straggler_ms: what the slowest rank's experts take longer than the mean rank's, at this rank's time an expert.
+    implied_step_ms = step + communication + straggler; implied_output_throughput: tokens/s of all requests, from the
+    acceptance length. All three of an interval: low, middle, high.
+    """
+
+    target: str
+    stamp: str
+    rank: int
+    rank_of: int
+    parallel: str
+    collectives: str
+    dtype: str
+    drafter: str
+    acceptance: str
+    synthetic: bool
+    num_requests: int
+    context_len: int
+    num_speculative_tokens: int
+    tree: str
+    verified_tokens: float
+    spec_decode_acceptance_length: float
+    weight_bytes: int
+    cache_bytes: int
+    step_ms: StepMs
+    spread: Spread
+    floor_ms: float
+    between_ms: float
+    operations: list[RankOperation]
+    messages: list[RankCollective]
+    communication_ms: Range | None
+    communication_source: str
+    experts: RankExperts | None
+    straggler_ms: float
+    implied_step_ms: Range
+    implied_output_throughput: Range
+    error: str | None = None
+    notes: list[str] = []
+
+
 class EvalRow(Strict):
     """One suite at one temperature with one shape ("chain", "tree-16", "hybrid-16").
 
@@ -480,6 +586,18 @@ class Run(Strict):
     seed: int
     config: BenchConfig
     results: list[BenchRow]
+
+
+class RankRun(Strict):
+    """What `dspark bench --rank-of N --json` writes."""
+
+    schema_version: int = SCHEMA_VERSION
+    command: str
+    synthetic: bool
+    environment: Environment
+    seed: int
+    config: BenchConfig
+    results: list[RankRow]
 
 
 def load_run(path: Path) -> Run:
