@@ -149,6 +149,18 @@ def bench(
         Optional[int], typer.Option(help="Measured repeats of every point, each with other prompts.")
     ] = None,
     warmup: Annotated[Optional[int], typer.Option(help="Repeats before them that do not count.")] = None,
+    rank_of: Annotated[
+        Optional[int], typer.Option(help="Measure one rank of this many GPUs, not the whole target (dummy weights).")
+    ] = None,
+    parallel: Annotated[
+        Optional[str], typer.Option(help="Experts of that rank: tp, a slice of each, or ep, some of them.")
+    ] = None,
+    collectives: Annotated[
+        Optional[str], typer.Option(help="Of that rank: modelled, none, or real (all ranks run, under torchrun).")
+    ] = None,
+    hardware: Annotated[
+        Optional[str], typer.Option(help="Machine of configs/hardware whose collectives are modelled.")
+    ] = None,
     config: Annotated[Optional[Path], typer.Option(help="Recipe (YAML); flags override it.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="md, csv, json or jsonl on stdout.")] = "md",
     json_file: Annotated[Optional[Path], typer.Option("--json", help="Also write the run to this file.")] = None,
@@ -185,6 +197,10 @@ def bench(
         seed=seed,
         repeats=repeats,
         warmup=warmup,
+        rank_of=rank_of,
+        parallel=parallel,
+        collectives=collectives,
+        hardware=hardware,
     )
     from eval import report
 
@@ -195,6 +211,10 @@ def bench(
     for name, path in (("json", json_file), ("plot", plot_file)):
         writable(name, path)
     settings = recipe(config, flags)
+    if settings.rank_of is not None:
+        if output not in ("md", "json") or plot_file is not None:
+            raise DsparkError("output: found csv, jsonl or a plot with rank_of, allowed: md, json")
+        return _bench_rank(settings, context_of_call.obj, output, json_file, quiet)
 
     from eval.bench import bench as run_bench
 
@@ -213,6 +233,26 @@ def bench(
     wrong = [row for row in run.results if row.ran and row.error]
     for row in wrong:
         print(f"dspark: ERROR: {report.name(row)}, b={row.num_requests}: {row.error}", file=sys.stderr)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _bench_rank(settings: BenchConfig, command: str, output: str, json_file: Path | None, quiet: bool) -> None:
+    from eval import rank
+
+    progress, close = progress_bar(quiet)
+    try:
+        run = rank.measure_rank(settings, command, progress, lambda text: print(f"dspark: {text}", file=sys.stderr))
+    finally:
+        close()
+    if run.results[0].rank and settings.collectives == "real":
+        return  # the first rank speaks for all
+    sys.stdout.write(rank.text(run) if output == "md" else run.model_dump_json(indent=1) + "\n")
+    if json_file is not None:
+        write("json", json_file, run.model_dump_json(indent=1) + "\n")
+    wrong = [row.error for row in run.results if row.error]
+    for error in wrong:
+        print(f"dspark: ERROR: {error}", file=sys.stderr)
     if wrong:
         raise typer.Exit(1)
 
