@@ -57,7 +57,7 @@ def load_target(
     divided as `parallel` says (see `dspark_runtime.models.shards`; dummy weights of Kimi-K3's form only). Raises ConfigError, CheckpointError or
     DownloadError, one line each. No remote code is run.
     """
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    torch_dtype, torch_device = _dtype(dtype), device_of(device)
     if weights not in ("auto", "dummy"):
         raise ConfigError(f"weights: found {weights!r}, allowed: auto, dummy")
     if name.endswith((".yaml", ".yml")) or name in names("models"):
@@ -127,7 +127,8 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """auto: CUDA where there is one. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

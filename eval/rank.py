@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from dspark_runtime.engine import Engine
     from dspark_runtime.forced_routing import ForcedRouting
-    from dspark_runtime.models.kimi_k3 import KimiK3
+    from dspark_runtime.models.kimi_k3 import KimiK3, KimiK3Config
     from dspark_runtime.targets import Target
     from eval.floor import Ceilings
     from verify_kernels.batch import PassBatch
@@ -57,6 +57,7 @@ DRAWS = 64
 """Passes drawn from the routing law for the experts of every rank."""
 
 REPLAYS = 5
+PAGE = 16
 
 
 def settings(config: BenchConfig) -> BenchConfig:
@@ -323,25 +324,48 @@ def default_hardware(device: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def load(config: BenchConfig, group: Counted, say: Callable[[str], None]) -> Target:
-    """The rank's target. Says what it takes before it takes it."""
-    from dspark_runtime import targets
-    from dspark_runtime.models.kimi_k3 import KimiK3Config, weight_bytes
+def rank_config(config: BenchConfig, group: Counted) -> KimiK3Config:
+    """What the rank holds. Raises ConfigError for targets that are not divided."""
+    from dspark_runtime.models.kimi_k3 import KimiK3Config
     from dspark_runtime.models.shards import Shard
+    from dspark_runtime.targets import target_config
+
+    named = config.target in names("models") or config.target.endswith((".yaml", ".yml"))
+    whole = target_config(config.target) if named else None
+    if not isinstance(whole, KimiK3Config):
+        raise ConfigError(f"rank_of: found target {config.target}, allowed: architectures of Kimi-K3's form")
+    return whole.of_rank(Shard(group.rank, group.size, config.parallel))
+
+
+def load(config: BenchConfig, group: Counted, longest: int, say: Callable[[str], None]) -> tuple[Target, int]:
+    """(the rank's target, bytes of its caches). Says what it takes, or raises ConfigError, before it takes it."""
+    from dspark_runtime import targets
+    from dspark_runtime.engine import MAX_NODES
+    from dspark_runtime.models.kimi_k3 import cache_bytes, memory, weight_bytes
     from verify_kernels import ops
 
     ops.use(config.backend)
-    named = config.target in names("models") or config.target.endswith((".yaml", ".yml"))
-    whole = targets.target_config(config.target) if named else None
-    if not isinstance(whole, KimiK3Config):
-        raise ConfigError(f"rank_of: found target {config.target}, allowed: architectures of Kimi-K3's form")
-    part = whole.of_rank(Shard(group.rank, group.size, config.parallel))
-    size = weight_bytes(part, targets.DTYPES["bfloat16" if config.dtype == "auto" else config.dtype])
-    say(f"rank {group.rank} of {group.size} of {config.target} ({config.parallel}): {amount(size)} of weights")
-    return targets.load_target(
+    part, requests = rank_config(config, group), max(config.num_requests)
+    if longest > part.max_position_embeddings:
+        raise ConfigError(
+            f"context_len: found {config.context_len}, with new tokens and one step {longest}, allowed: at most "
+            f"{part.max_position_embeddings}, the context limit of {config.target}"
+        )
+    dtype = targets.DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
+    pages = requests * -(-(longest + MAX_NODES) // PAGE) + 1
+    size, cache = weight_bytes(part, dtype), cache_bytes(part, dtype, pages * PAGE, requests)
+    rank = f"rank {group.rank} of {group.size} of {config.target} ({config.parallel})"
+    takes = f"{amount(size)} of weights, {amount(cache)} of caches and states of {requests} requests of {longest} tokens"
+    room, whose = memory(targets.device_of(config.device))
+    if size + cache > room:
+        allowed = "more ranks, fewer requests or a shorter context"
+        raise ConfigError(f"rank_of: {rank} takes {takes}; {whose} has {amount(room)}; allowed: {allowed}")
+    say(f"{rank}: {takes}")
+    target = targets.load_target(
         config.target, dtype=config.dtype, device=config.device, weights="dummy", seed=config.seed,
         parallel=config.parallel, group=group,
     )  # fmt: skip
+    return target, cache
 
 
 def measure_rank(
@@ -363,33 +387,23 @@ def measure_rank(
     if wrong is not None:
         raise ConfigError(f"acceptance_length: {wrong}")
     group = make_group(config)
-    target = load(config, group, say)
+    longest = config.context_len + config.max_tokens + max(p.spec.depth for p in points) + 1
+    target, cache = load(config, group, longest, say)
     model: KimiK3 = target.model
     device = model.device
     where = fabric(config.hardware or default_hardware(device), group.size) if config.collectives == "modelled" else None
     drafter = bench.make_drafter(config.drafter, target, config)
     prompts = bench.Prompts(config, None, target)
     routing = model.routing = bench.forced_routing(config, target)
-    deepest = max(p.spec.depth for p in points)
-    longest = config.context_len + config.max_tokens + deepest + 1
-    if longest > model.max_model_len:
-        raise ConfigError(
-            f"context_len: found {config.context_len}, {config.max_tokens} new and one step of {deepest + 1} make {longest}"
-            f" tokens, allowed: at most {model.max_model_len}, the context limit of {target.name}"
-        )
     cuda_graph = config.cuda_graph if config.cuda_graph is not None else device.type == "cuda"
     progress("measuring the machine", 0, 1)
     ceilings = floor.measure_ceilings(device, model.dtype)
 
     def engine(graph: bool) -> Engine:
-        options = dict(max_num_requests=max(config.num_requests), max_model_len=longest, record_experts=True)
-        return Engine(model, drafter, cuda_graph=graph, **options)
+        options = dict(max_num_requests=max(config.num_requests), max_model_len=longest, page_size=PAGE)
+        return Engine(model, drafter, cuda_graph=graph, record_experts=True, **options)
 
     timing = engine(cuda_graph)
-    cache = timing.cache
-    parts = [cache.k, cache.v, *([cache.states.state, cache.states.window] if cache.states else [])]
-    cache_bytes = sum(x.nbytes for x in parts)
-    say(f"{amount(cache_bytes)} of cache and states for {max(config.num_requests)} requests of {longest} tokens")
     rounds = config.warmup + config.repeats
     for i in range(rounds):
         for j, point in enumerate(points):
@@ -398,7 +412,7 @@ def measure_rank(
             repeat = bench.run_once(timing, point, prompts.of(i, point.num_requests), config, i)
             if i >= config.warmup:
                 point.repeats.append(repeat)
-    del timing, cache, parts
+    del timing
 
     rows = []
     for point in points:
@@ -408,8 +422,8 @@ def measure_rank(
         numbers |= bench.time_numbers(point.repeats, point.num_requests)
         numbers |= bench.expert_numbers(point, target.config.num_experts, routing)
         operations = timed(recorder, ceilings, device)
-        rows.append(row_of(config, point, target, drafter, numbers, operations, recorder, record, where, routing, ceilings))
-        rows[-1].cache_bytes = cache_bytes
+        row = row_of(config, point, target, drafter, numbers, operations, recorder, record, where, routing, ceilings)
+        rows.append(row.model_copy(update={"cache_bytes": cache}))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     progress("done", 1, 1)

@@ -224,6 +224,13 @@ def rank_tensors(tensors: Mapping[str, Tensor], whole: KimiK3Config, part: KimiK
     return RankTensors(tensors, *shapes, part.shard.rank, ("gate_up.weight_packed", "gate_up.weight_scale"))
 
 
+def cache_bytes(c: KimiK3Config, dtype: torch.dtype, tokens: int, requests: int) -> int:
+    """Bytes of latents of so many tokens in all, and of states and windows of so many requests, on a rank."""
+    kda, wide = c.kda, c.kda.heads * c.kda.head_dim
+    state = kda.head_dim * wide * _wide(dtype).itemsize + 3 * (kda.conv_kernel - 1) * wide * dtype.itemsize
+    return c.mla.layers * c.mla.kv_values * dtype.itemsize * tokens + kda.layers * state * requests
+
+
 def weight_bytes(c: KimiK3Config, dtype: torch.dtype) -> int:
     """Bytes of all tensors of a rank in their formats, the rest in dtype."""
     kinds = {None: dtype.itemsize, WIDE: _wide(dtype).itemsize, torch.uint8: 1}
@@ -514,8 +521,9 @@ class KimiK3:
         batch.experts.append(ids)
         latent = self._gather(ops.linear(x, w.down_proj), "latent")
         held = len(w.gate_up.values)
-        first = self.config.shard.rank * held if held < moe.num_experts else 0
-        y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids - first, situ.beta, situ.linear_beta)
+        if held < moe.num_experts:
+            ids = ids - self.config.shard.rank * held
+        y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids, situ.beta, situ.linear_beta)
         y = ops.rms_norm(self._sum(y, "experts"), w.norm, self.config.rms_norm_eps)
         columns = w.up_proj.shape[1]
         y = y.narrow(1, self.config.shard.rank * columns, columns)
@@ -532,8 +540,7 @@ class KimiK3:
         ids, best = ops.greedy_logits(hidden, self.lm_head)
         if self.group is None:
             return ids, best
-        # Both exact in float64; ranks hold the vocabulary in order, so the first of equal ones has the lowest id.
-        pair = torch.stack((best.double(), ids + float(self.group.rank * len(self.lm_head))), dim=1)
+        pair = torch.stack((best.double(), (ids + self.group.rank * len(self.lm_head)).double()), dim=1)  # both exact
         every = self._gather(pair, "best token").view(len(ids), -1, 2)
         value, at = every[..., 0].max(dim=1, keepdim=True)
         first = torch.where(every[..., 0] == value, every[..., 1], float("inf")).amin(1)
@@ -608,6 +615,13 @@ def _read_moe(take: Take, prefix: str) -> LatentMoe:
     )
 
 
+def memory(device: torch.device) -> tuple[int, str]:
+    """(bytes of a device, what to call it)."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "this GPU"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+
+
 def dummy_kimi_k3(
     name: str,
     config: KimiK3Config,
@@ -618,17 +632,11 @@ def dummy_kimi_k3(
     group: Group | None = None,
 ) -> KimiK3:
     """With random weights, of the rank that `config` is of. Raises ConfigError for what this device does not hold."""
-    need = weight_bytes(config, dtype)
-    if device.type == "cuda":
-        room, whose = torch.cuda.get_device_properties(device).total_memory, "this GPU"
-    else:
-        room, whose = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    need, (room, whose) = weight_bytes(config, dtype), memory(device)
     if need > room:
-        size = config.shard.size
-        what = f"one rank of {size} of {name}" if size > 1 else name
         raise ConfigError(
-            f"target: {what} takes {math.ceil(need / 1e9)} GB of weights, {whose} has {room / 1e9:.0f} GB; allowed: one "
-            "rank of more (--rank-of N), kimi-k3-tiny, or a YAML file of its form"
+            f"target: {name} takes {math.ceil(need / 1e9)} GB of weights, {whose} has {room / 1e9:.0f} GB; allowed: one "
+            "rank of it (dspark bench --rank-of N), kimi-k3-tiny, or a YAML file of its form"
         )
     tensors = DummyTensors(config, seed, dtype, device)
     options = dict(name=name, dtype=dtype, device=device, max_model_len=max_model_len, group=group)
