@@ -14,7 +14,7 @@ from dspark_runtime import smollm2
 from dspark_runtime.configs import load_model_config, names
 from dspark_runtime.cost.facts import is_facts
 from dspark_runtime.errors import CheckpointError, ConfigError, DownloadError
-from dspark_runtime.models.config import ModelConfig, from_hf
+from dspark_runtime.models.config import ModelConfig, from_hf, to_hf
 from dspark_runtime.models.kimi_k3 import KimiK3, KimiK3Config, dummy_kimi_k3, kimi_k3_config
 from dspark_runtime.models.shards import Shard
 from dspark_runtime.models.transformer import Transformer
@@ -93,6 +93,41 @@ def load_target(
         source=str(path),
     )
     return Target(name, model, tokenizer, config)
+
+
+def hf_folder(
+    name: str, folder: Path, weights: str = "auto"
+) -> tuple[Path, ModelConfig, PreTrainedTokenizerBase | None]:
+    """A target for engines that read Hugging Face folders: (its folder, its shape, its tokenizer).
+
+    name and weights as for `load_target`. What is no such folder is written into `folder`, in bfloat16; with weights
+    "dummy" no more than its config.json. Raises ConfigError, CheckpointError or DownloadError.
+    """
+    if weights not in ("auto", "dummy"):
+        raise ConfigError(f"weights: found {weights!r}, allowed: auto, dummy")
+    tensors = tokenizer = None
+    if name.endswith((".yaml", ".yml")) or name in names("models"):
+        config = attention_config(name)
+        if weights != "dummy":
+            raise ConfigError(f"target: {name} is an architecture without weights; add --weights dummy for timing")
+    else:
+        path = _locate(name)
+        if path.suffix != ".gguf":
+            return path, _folder_config(path), None if weights == "dummy" else _folder_tokenizer(path)
+        if weights == "dummy":
+            raise ConfigError(f"weights: found dummy with the file {path.name}, allowed: auto, or an architecture YAML")
+        config, tensors = read_gguf(path)
+        if config.num_experts:
+            raise ConfigError(f"target: found {name}, a mixture of experts, allowed: .gguf files without experts")
+        tokenizer = _gguf_tokenizer(path, cached=name == "smollm2")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(to_hf(config), indent=1))
+    if tensors is not None:
+        from safetensors.torch import save_file
+
+        halves = {key: x.to(torch.bfloat16).contiguous() for key, x in tensors.items()}
+        save_file(halves, folder / "model.safetensors", {"format": "pt"})
+    return folder, config, tokenizer
 
 
 def cache_status() -> dict[str, str]:

@@ -428,8 +428,8 @@ def sampling_error(law: SyntheticLaw, pairs: int) -> float:
     return math.sqrt(max(0.0, square - mean * mean) / pairs)
 
 
-def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor_ms: float) -> BenchRow:
-    """The row's comparison with the plain line of as many requests and with the floor; its verdicts."""
+def finish_row(row: BenchRow, point: Point, plain: BenchRow | None, floor_ms: float | None) -> BenchRow:
+    """The row's comparison with the plain line of as many requests and with the floor, if known; its verdicts."""
     total = row.step_ms.total
     row.floor_ms = floor_ms
     row.time_over_floor = total / floor_ms if floor_ms else None

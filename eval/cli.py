@@ -70,6 +70,7 @@ _REPLACES = {
     "tree": ("num_speculative_tokens",),
     "context_len": ("prompts",),
     "prompts": ("context_len",),
+    "speculative_config": ("drafter", "num_speculative_tokens", "tree"),
 }
 
 
@@ -79,7 +80,7 @@ def recipe(file: Path | None, flags: dict[str, object]) -> BenchConfig:
 
     flags = {name: value for name, value in flags.items() if value is not None}
     base: dict[str, object] = {}
-    if file is not None or not flags:
+    if file is not None or not flags.keys() - {"engine"}:
         from dspark_runtime.configs import read_yaml
         from eval.recipes import DEFAULT
 
@@ -149,6 +150,12 @@ def bench(
         Optional[int], typer.Option(help="Measured repeats of every point, each with other prompts.")
     ] = None,
     warmup: Annotated[Optional[int], typer.Option(help="Repeats before them that do not count.")] = None,
+    engine: Annotated[
+        Optional[str], typer.Option(help="dspark, or vllm: vLLM stock and with the plugin, each in a process of its own.")
+    ] = None,
+    speculative_config: Annotated[
+        Optional[str], typer.Option(help="With --engine vllm: vLLM's JSON, as dspark tune prints it, for --drafter and -k.")
+    ] = None,
     rank_of: Annotated[
         Optional[int], typer.Option(help="Measure one rank of this many GPUs, not the whole target (dummy weights).")
     ] = None,
@@ -197,6 +204,8 @@ def bench(
         seed=seed,
         repeats=repeats,
         warmup=warmup,
+        engine=engine,
+        speculative_config=speculative_config,
         rank_of=rank_of,
         parallel=parallel,
         collectives=collectives,
@@ -216,7 +225,10 @@ def bench(
             raise DsparkError("output: found csv, jsonl or a plot with rank_of, allowed: md, json")
         return _bench_rank(settings, context_of_call.obj, output, json_file, quiet)
 
-    from eval.bench import bench as run_bench
+    if settings.engine == "vllm":
+        from eval.bench_vllm import bench_vllm as run_bench
+    else:
+        from eval.bench import bench as run_bench
 
     progress, close = progress_bar(quiet)
     try:
@@ -232,7 +244,7 @@ def bench(
         raise typer.Exit(130)
     wrong = [row for row in run.results if row.ran and row.error]
     for row in wrong:
-        print(f"dspark: ERROR: {report.name(row)}, b={row.num_requests}: {row.error}", file=sys.stderr)
+        print(f"dspark: ERROR: {report.full_name(row)}, b={row.num_requests}: {row.error}", file=sys.stderr)
     if wrong:
         raise typer.Exit(1)
 

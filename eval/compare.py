@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 from dspark_runtime.errors import ConfigError
-from eval.report import name, num, percent, table
+from eval.report import full_name, num, percent, table
 from eval.schema import BenchRow, Run
 
 
 def key(row: BenchRow) -> tuple[object, ...]:
     """What makes two rows the same point. The code, the machine and the measured numbers may differ."""
     return (
-        row.target, row.drafter, row.method, row.acceptance, row.num_requests, row.context_len,
+        row.engine, row.target, row.drafter, row.method, row.acceptance, row.num_requests, row.context_len,
         row.num_speculative_tokens, row.tree, row.scheduler, row.dtype, row.temperature,
     )  # fmt: skip
 
@@ -36,6 +36,7 @@ def differences(a: Run, b: Run) -> list[str]:
         "cores",
         "driver",
         "torch",
+        "vllm",
         "cuda_graph",
         "prompts_sha256",
         "seed",
@@ -68,7 +69,7 @@ def compare(a: Run, b: Run, name_a: str = "A", name_b: str = "B") -> str:
             verdict = "within spread"
         body.append(
             (
-                name(x),
+                full_name(x),
                 str(x.num_requests),
                 num(x.spec_decode_acceptance_length),
                 num(y.spec_decode_acceptance_length),

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dspark_runtime.errors import ConfigError
@@ -52,22 +52,34 @@ def name(row: BenchRow) -> str:
     return " ".join(filter(None, (acceptance, shape(row), row.scheduler)))
 
 
+def full_name(row: BenchRow) -> str:
+    """As `name`, and which engine where it is not this project's."""
+    return name(row) if row.engine == "dspark" else f"{row.engine}: {name(row)}"
+
+
+def lead(rows: Sequence[BenchRow]) -> tuple[tuple[str, ...], Callable[[BenchRow], tuple[str, ...]]]:
+    """(header, cells of a row) of the columns that say what a line is; the engine only where there is another one."""
+    if all(r.engine == "dspark" for r in rows):
+        return ("line", "b"), lambda r: (name(r), str(r.num_requests))
+    return ("line", "engine", "b"), lambda r: (name(r), r.engine, str(r.num_requests))
+
+
 def title(run: Run) -> str:
     """The first line of every report; a synthetic run says so before anything else."""
     c, e = run.config, run.environment
     synthetic = "SYNTHETIC ACCEPTANCE in the lines marked so (text is meaningless there) · " if run.synthetic else ""
-    return f"{synthetic}{c.target} · {c.drafter} drafter · {run.results[0].dtype} · {e.gpu or e.cpu}"
+    vllm = f" · vLLM {e.vllm}" if e.vllm else ""
+    return f"{synthetic}{c.target} · {run.results[0].drafter} drafter · {run.results[0].dtype}{vllm} · {e.gpu or e.cpu}"
 
 
 def speed_table(rows: Sequence[BenchRow]) -> str:
+    first, who = lead(rows)
     header = (
-        "line", "b", "AL", "tok/s/user", "tok/s", "x plain", "break-even AL", "TPOT ms", "step ms",
-        "± repeats", "± prompts",
+        *first, "AL", "tok/s/user", "tok/s", "x plain", "break-even AL", "TPOT ms", "step ms", "± repeats", "± prompts",
     )  # fmt: skip
     body = [
         (
-            name(r),
-            str(r.num_requests),
+            *who(r),
             num(r.spec_decode_acceptance_length),
             num(r.output_throughput_per_user, 1),
             num(r.output_throughput, 1),
@@ -79,33 +91,35 @@ def speed_table(rows: Sequence[BenchRow]) -> str:
             percent(r.spread.prompts),
         )
         if r.ran
-        else (name(r), str(r.num_requests), "not run", *[""] * (len(header) - 3))
+        else (*who(r), "not run", *[""] * (len(header) - len(first) - 1))
         for r in rows
     ]
     return table(header, body)
 
 
 def step_table(rows: Sequence[BenchRow]) -> str:
-    """Where a step's milliseconds go, and how far it is from the floor."""
+    """Where a step's milliseconds go, and how far it is from the floor; empty where no engine says."""
     header = ("line", "b", "step ms", "draft", "verify", "accept", "other", "floor ms", "x floor", "prefill ms")
     moe = any(r.unique_experts_per_layer for r in rows)
     body = []
     for r in rows:
-        if r.ran:
+        if r.ran and r.step_ms.verify is not None:
             s = r.step_ms
             parts = (s.total, s.draft, s.verify, s.accept, s.other, r.floor_ms)
             cells = (*map(num, parts), num(r.time_over_floor, 1), num(r.prefill_ms, 1))
             experts = (num(r.unique_experts_per_layer, 1), num(r.expected_experts_per_layer, 1)) if moe else ()
             body.append((name(r), str(r.num_requests), *cells, *experts))
+    if not body:
+        return ""
     return table((*header, "experts/layer", "expected") if moe else header, body)
 
 
 def acceptance_table(rows: Sequence[BenchRow]) -> str:
     """Where the drafts of each line were accepted; empty without a speculative line."""
+    first, who = lead(rows)
     body = [
         (
-            name(r),
-            str(r.num_requests),
+            *who(r),
             num(r.spec_decode_acceptance_length),
             num(r.spec_decode_acceptance_length_per_request),
             num(r.accepted_per_step),
@@ -121,7 +135,7 @@ def acceptance_table(rows: Sequence[BenchRow]) -> str:
     if not body:
         return ""
     header = (
-        "line", "b", "AL pooled", "AL by request", "accepted", "proposed", "draft rate", "rate by position",
+        *first, "AL pooled", "AL by request", "accepted", "proposed", "draft rate", "rate by position",
         "conditional rate", "emitted 1 2 3 ...",
     )  # fmt: skip
     return table(header, body)
@@ -134,7 +148,7 @@ def notes(run: Run) -> list[str]:
         for r in run.results:
             text = getattr(r, kind)
             if text and not text.startswith("unsteady"):
-                lines.append(f"{kind.upper() if r.ran else 'NOT RUN'}: {name(r)}, b={r.num_requests}: {text}")
+                lines.append(f"{kind.upper() if r.ran else 'NOT RUN'}: {full_name(r)}, b={r.num_requests}: {text}")
     if run.interrupted:
         done = max(r.repeats for r in run.results)
         lines.append(f"WARNING: stopped by hand after {done} of {run.config.repeats} repeats of every line")
@@ -156,15 +170,11 @@ def markdown(run: Run) -> str:
         f"temperature {c.temperature:g}; median of {c.repeats} repeats after {c.warmup} warm-up, seed {c.seed}.",
         "AL: tokens emitted per request and verify step, bonus token included. Step: median over full batches.",
         *laws(run),
-        "",
-        speed_table(run.results),
-        "",
-        step_table(run.results),
+        *(["engine: vllm as it is, vllm+plugin with this package; AL and rates from vLLM's counters."] if e.vllm else []),
         "",
     ]
-    details = acceptance_table(run.results)
-    if details:
-        parts += [details, ""]
+    for part in (speed_table(run.results), step_table(run.results), acceptance_table(run.results)):
+        parts += [part, ""] if part else []
     parts += notes(run)
     if ran and e.read_bandwidth_gbps:
         parts.append(
@@ -172,9 +182,10 @@ def markdown(run: Run) -> str:
         )
     dirty = ", uncommitted changes" if e.dirty else ""
     graphs = "on" if e.cuda_graph else "off"
+    kernels = f"vLLM {e.vllm}" if e.vllm else e.cpu_kernels or "no CPU kernels"
     parts += [
         f"machine: {e.machine}, {e.cpu}, {e.cores} cores, {e.gpu or 'no GPU'}; torch {e.torch}; "
-        f"commit {e.commit or 'unknown'}{dirty}; CUDA graphs {graphs}; {e.cpu_kernels or 'no CPU kernels'}",
+        f"commit {e.commit or 'unknown'}{dirty}; CUDA graphs {graphs}; {kernels}",
         "config: " + json.dumps(c.model_dump(exclude_defaults=True)),
     ]
     return "\n".join(parts) + "\n"
@@ -258,6 +269,7 @@ def plot(run: Run, path: Path) -> None:
     for r in drafted:
         label = r.acceptance if not over_al else ("SYNTHETIC" if r.synthetic else "real")
         label = f"{label}, {r.scheduler}" if r.scheduler else label
+        label = f"{r.engine}: {label}" if r.engine != "dspark" else label
         lines.setdefault((label, r.num_requests), []).append(r)
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
     colours = {b: f"C{i}" for i, b in enumerate(plain)}
@@ -319,7 +331,7 @@ def results_table(folder: Path = RESULTS) -> str:
                     (
                         where,
                         f"{r.target} {r.dtype}",
-                        name(r),
+                        full_name(r),
                         str(r.num_requests),
                         num(r.spec_decode_acceptance_length),
                         num(r.output_throughput_per_user, 1),

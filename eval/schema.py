@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -72,6 +73,16 @@ def length_list(value: object) -> object:
     return [part if part == REAL else float_list(part)[0] for part in parts]
 
 
+def json_object(value: object) -> object:
+    """A JSON text -> what it says."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"found {shown(value)}, allowed: a JSON object ({error})") from None
+
+
 def scheduler_name(value: str) -> str:
     """Checked as far as that goes without its file."""
     if value != "none":
@@ -121,10 +132,15 @@ class BenchConfig(Pair):
     drafts are verified), see `dspark_runtime.scheduling.names`. routing: the law of an MoE target's expert choices, see
     `dspark_runtime.forced_routing` (None: uniform with dummy weights, else the model's own).
 
+    engine: this project's, or vLLM with the same options, see `eval.bench_vllm`; speculative_config: vLLM's, in place of
+    drafter and num_speculative_tokens.
+
     rank_of: one rank of so many is measured in place of the whole target, see `eval.rank`; its experts are divided as
     parallel says, its collectives are those of `hardware` (None: this machine's, or the cost model's lender).
     """
 
+    engine: Literal["dspark", "vllm"] = "dspark"
+    speculative_config: Annotated[dict[str, Any] | None, BeforeValidator(json_object)] = None
     num_speculative_tokens: IntList = Field(default=[3, 7], min_length=1)
     tree: NameList = []
     scheduler: NameList = []
@@ -210,6 +226,15 @@ class BenchConfig(Pair):
             raise ValueError(f"hardware: found with collectives {self.collectives}, allowed: with modelled")
         if self.rank_of is not None and self.scheduler:
             raise ValueError("scheduler: found with rank_of, allowed: without it (a rank's time is that of its shape)")
+        return self
+
+    @model_validator(mode="after")
+    def _one_drafter(self) -> BenchConfig:
+        if self.speculative_config is not None:
+            if self.engine != "vllm":
+                raise ValueError(f"speculative_config: found with engine {self.engine}, allowed: with vllm")
+            if twice := [name for name in ("drafter", "num_speculative_tokens") if name in self.model_fields_set]:
+                raise ValueError(f"speculative_config: found together with {twice[0]}, allowed: one of them")
         return self
 
     @model_validator(mode="after")
@@ -346,6 +371,7 @@ class Environment(Strict):
     driver: str | None
     python: str
     torch: str
+    vllm: str | None = None
     transformers: str | None
     cutlass: str | None
     commit: str | None
@@ -362,12 +388,13 @@ class Environment(Strict):
 
 
 class StepMs(Strict):
-    """Median milliseconds over the steps in which all requests ran. Phases are medians of their own."""
+    """Median milliseconds over the steps in which all requests ran. Phases are medians of their own; None where the engine
+    does not tell them apart."""
 
-    draft: float
-    verify: float
-    accept: float
-    other: float
+    draft: float | None = None
+    verify: float | None = None
+    accept: float | None = None
+    other: float | None = None
     total: float
 
 
@@ -387,7 +414,8 @@ class BenchRow(Strict):
     draft_acceptance_rate: accepted / proposed drafts. tpot_ms: per output token of one request; chunk_gap_ms: between
     two steps, which is what a client sees between chunks. unique_experts_per_layer: different experts that a step's
     tokens meet, mean over MoE layers and steps; expected_...: by the law that `routing` names. break_even:
-    the length at which speculation gains nothing.
+    the length at which speculation gains nothing. vllm_metrics: vLLM's counters of the measured repeats, by its names;
+    acceptance of engine "vllm" (stock) and "vllm+plugin" is theirs.
     """
 
     engine: str = "dspark"
@@ -435,6 +463,7 @@ class BenchRow(Strict):
     steps: int = 0
     num_prompts: int = 0
     spread: Spread | None = None
+    vllm_metrics: dict[str, int | list[int]] | None = None
 
     @property
     def ran(self) -> bool:

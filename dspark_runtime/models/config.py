@@ -152,6 +152,23 @@ def from_hf(config: Mapping[str, Any], where: str) -> ModelConfig:
     return checked(ModelConfig, values, where)
 
 
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a checkpoint of this shape: `from_hf` backwards."""
+    rope = config.rope.model_dump(exclude_defaults=True)
+    values = config.model_dump(exclude={"architecture", "rope", "eos_token_ids"})
+    if config.architecture != "qwen3_moe":
+        moe = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+        values = {name: x for name, x in values.items() if name not in (*moe, "mlp_only_layers")}
+    return values | {
+        "architectures": [name for name, kind in ARCHITECTURES.items() if kind == config.architecture],
+        "model_type": config.architecture,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": config.rope.rope_type, "rope_theta": config.rope.rope_theta} | rope,
+        "eos_token_id": list(config.eos_token_ids) or None,
+        "torch_dtype": "bfloat16",
+    }
+
+
 def from_gguf(metadata: Mapping[str, Any], vocab_size: int, tied: bool, where: str) -> ModelConfig:
     """From a GGUF file's metadata. vocab_size: rows of its embedding; tied: it has no output matrix."""
     arch = metadata.get("general.architecture")
