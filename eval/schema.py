@@ -217,7 +217,8 @@ class BenchConfig(Pair):
 
     @model_validator(mode="after")
     def _one_rank(self) -> BenchConfig:
-        given = [name for name in ("parallel", "collectives", "hardware") if name in self.model_fields_set]
+        fields = ((name, type(self).model_fields[name].default) for name in ("parallel", "collectives", "hardware"))
+        given = [name for name, default in fields if getattr(self, name) != default]
         if self.rank_of is None and given:
             raise ValueError(f"{given[0]}: found without rank_of, allowed: with it")
         if self.rank_of is not None and self.weights != "dummy":
