@@ -16,14 +16,11 @@ from dspark_runtime.cost.facts import is_facts
 from dspark_runtime.errors import CheckpointError, ConfigError, DownloadError
 from dspark_runtime.models.config import ModelConfig, from_hf, to_hf
 from dspark_runtime.models.kimi_k3 import KimiK3, KimiK3Config, dummy_kimi_k3, kimi_k3_config
-from dspark_runtime.models.shards import Shard
 from dspark_runtime.models.transformer import Transformer
 from dspark_runtime.weights import DummyTensors, Safetensors, read_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verify_kernels.comm import Group
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,15 +43,12 @@ def load_target(
     weights: str = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
-    parallel: str = "tp",
-    group: Group | None = None,
 ) -> Target:
     """Load a target.
 
     name: "smollm2" (fetched once), a local folder or .gguf file, an architecture of configs/models or a .yaml file (with
     weights="dummy"), or a hub id (safetensors). dtype "auto" is bfloat16; device "auto" is CUDA where there is one.
-    weights "dummy": seeded random weights of the named architecture. group: load one rank of it, with its experts
-    divided as `parallel` says (see `dspark_runtime.models.shards`; dummy weights of Kimi-K3's form only). Raises ConfigError, CheckpointError or
+    weights "dummy": seeded random weights of the named architecture. Raises ConfigError, CheckpointError or
     DownloadError, one line each. No remote code is run.
     """
     torch_dtype, torch_device = _dtype(dtype), device_of(device)
@@ -64,13 +58,7 @@ def load_target(
         config = target_config(name)
         if weights != "dummy":
             raise ConfigError(f"target: {name} is an architecture without weights; add --weights dummy for timing")
-        if group is not None:
-            if not isinstance(config, KimiK3Config):
-                raise ConfigError(f"rank_of: found target {name}, allowed: architectures of Kimi-K3's form")
-            config = config.of_rank(Shard(group.rank, group.size, parallel))
-        return _dummy(Path(name).stem, config, torch_dtype, torch_device, seed, max_model_len, group)
-    if group is not None:
-        raise ConfigError(f"rank_of: found target {name}, allowed: architectures with --weights dummy")
+        return _dummy(Path(name).stem, config, torch_dtype, torch_device, seed, max_model_len)
     path = _locate(name)
     if path.suffix == ".gguf":
         if weights == "dummy":
@@ -145,10 +133,9 @@ def _dummy(
     device: torch.device,
     seed: int,
     max_model_len: int | None,
-    group: Group | None = None,
 ) -> Target:
     if isinstance(config, KimiK3Config):
-        return Target(name, dummy_kimi_k3(name, config, dtype, device, seed, max_model_len, group), None, config)
+        return Target(name, dummy_kimi_k3(name, config, dtype, device, seed, max_model_len), None, config)
     tensors = DummyTensors(config, seed, dtype, device)
     model = Transformer(config, tensors, name=name, dtype=dtype, device=device, max_model_len=max_model_len)
     return Target(name, model, None, config)

@@ -342,7 +342,7 @@ def load(config: BenchConfig, group: Counted, longest: int, say: Callable[[str],
     """(the rank's target, bytes of its caches). Says what it takes, or raises ConfigError, before it takes it."""
     from dspark_runtime import targets
     from dspark_runtime.engine import MAX_NODES
-    from dspark_runtime.models.kimi_k3 import cache_bytes, memory, weight_bytes
+    from dspark_runtime.models.kimi_k3 import cache_bytes, dummy_kimi_k3, memory, weight_bytes
     from verify_kernels import ops
 
     ops.use(config.backend)
@@ -353,20 +353,19 @@ def load(config: BenchConfig, group: Counted, longest: int, say: Callable[[str],
             f"{part.max_position_embeddings}, the context limit of {config.target}"
         )
     dtype = targets.DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
+    device = targets.device_of(config.device)
     pages = requests * -(-(longest + MAX_NODES) // PAGE) + 1
     size, cache = weight_bytes(part, dtype), cache_bytes(part, dtype, pages * PAGE, requests)
     rank = f"rank {group.rank} of {group.size} of {config.target} ({config.parallel})"
     takes = f"{amount(size)} of weights, {amount(cache)} of caches and states of {requests} requests of {longest} tokens"
-    room, whose = memory(targets.device_of(config.device))
+    room, whose = memory(device)
     if size + cache > room:
         allowed = "more ranks, fewer requests or a shorter context"
         raise ConfigError(f"rank_of: {rank} takes {takes}; {whose} has {amount(room)}; allowed: {allowed}")
     say(f"{rank}: {takes}")
-    target = targets.load_target(
-        config.target, dtype=config.dtype, device=config.device, weights="dummy", seed=config.seed,
-        parallel=config.parallel, group=group,
-    )  # fmt: skip
-    return target, cache
+    name = Path(config.target).stem
+    model = dummy_kimi_k3(name, part, dtype, device, config.seed, None, group)
+    return targets.Target(name, model, None, part), cache
 
 
 def measure_rank(
