@@ -8,6 +8,7 @@ step and its calls of all layers are replayed one after the other, every layer w
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import Counter
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from dspark_runtime.targets import Target
     from eval.floor import Ceilings
     from verify_kernels.batch import PassBatch
-    from verify_kernels.comm import Group
 
 STAMPS = {
     "none": "one rank measured, no communication",
@@ -239,26 +239,49 @@ def floor_ms(size: float, flops: float, ceilings: Ceilings) -> float:
 
 
 class Counted:
-    """A rank's group that keeps (name, kind, bytes of this rank's message) of what passes through it. group: what
-    carries the messages; None: nothing does, the rank's own part stands for all."""
+    """A rank's `Group` that keeps (name, kind, bytes of this rank's message) of what passes through it, and sends it only
+    if `real`, by torch.distributed; else the rank's own part stands for all."""
 
-    def __init__(self, rank: int, size: int, group: Group | None = None) -> None:
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(self, rank: int, size: int, real: bool = False) -> None:
+        self.rank, self.size, self.real = rank, size, real
         self.sent: list[tuple[str, str, int]] = []
 
     def all_reduce(self, x: Tensor, name: str) -> Tensor:
         self.sent.append((name, "all_reduce", x.nbytes))
-        return x if self.group is None else self.group.all_reduce(x)
+        if self.real:
+            from torch import distributed
+
+            distributed.all_reduce(x)
+        return x
 
     def all_gather(self, x: Tensor, name: str) -> Tensor:
         self.sent.append((name, "all_gather", x.nbytes))
-        return x.repeat(1, self.size) if self.group is None else self.group.all_gather(x)
+        if not self.real:
+            return x.repeat(1, self.size)
+        from torch import distributed
+
+        parts = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        distributed.all_gather_into_tensor(parts, x.contiguous())
+        return parts.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
 
 def make_group(config: BenchConfig) -> Counted:
-    if config.collectives == "real":
-        raise ConfigError("collectives: found real, allowed: modelled, none (groups of processes are not built)")
-    return Counted(0, config.rank_of)
+    """The rank alone, or this process among those that torchrun started. Raises ConfigError if they are too few."""
+    if config.collectives != "real":
+        return Counted(0, config.rank_of)
+    import torch
+    from torch import distributed
+
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    if found != config.rank_of:
+        allowed = f"{config.rank_of}, one a rank, started by torchrun"
+        raise ConfigError(f"collectives: found real with {found} process{'es' * (found > 1)}, allowed: {allowed}")
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not distributed.is_initialized():
+        distributed.init_process_group("nccl" if cuda else "gloo")
+    return Counted(distributed.get_rank(), found, real=True)
 
 
 def ranks_experts(routing: ForcedRouting, batch: PassBatch, experts: int, size: int) -> tuple[float, float]:

@@ -18,7 +18,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,16 +25,13 @@ from torch import Tensor
 from dspark_runtime.cost.facts import Architecture, DenseMlp, Kda, Mla, Moe, Situ, load_architecture
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.forced_routing import ForcedRouting
-from dspark_runtime.models.shards import RankTensors, Shard
+from dspark_runtime.models.shards import Group, RankTensors, Shard
 from dspark_runtime.models.transformer import TensorReader
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch, RecurrentStates
 from verify_kernels.quantized import GROUP, Mxfp4
 from verify_kernels.reference.attention import AttentionPlan
 from verify_kernels.reference.recurrence import RecurrencePlan
-
-if TYPE_CHECKING:
-    from verify_kernels.comm import Group
 
 @dataclass(frozen=True)
 class KimiK3Config:

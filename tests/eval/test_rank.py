@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,10 @@ from dspark_runtime.cost.collectives import fabric
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.models.kimi_k3 import kimi_k3_config, tensor_shapes
 from dspark_runtime.models.shards import Shard
-from eval.rank import DRAWS, ranks_experts
+from eval.rank import DRAWS, make_group, ranks_experts
 from eval.reported import load_reported
 from eval.reproduce import beginning, find_row, rank_text, ranks_measured
-from eval.schema import RankRun
+from eval.schema import BenchConfig, RankRun
 from tests.dspark_runtime.kimi_k3_ranks import divisible
 
 TOKENS, HIDDEN, LATENT, VOCAB, SIZE = 8, 64, 32, 128, 4
@@ -122,6 +126,47 @@ def test_trees_requests_and_no_communication(target: str, tmp_path: Path, capsys
     assert row.implied_output_throughput[1] == pytest.approx(rate)
 
 
+@pytest.mark.parametrize("parallel", ["tp", "ep"])
+def test_real_collectives_between_processes(target: str, parallel: str, tmp_path: Path) -> None:
+    """Two ranks in two processes: they go through the same steps, and the first reports."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--rank-of", "2", "--parallel", parallel, "--collectives", "real", "--context", "40", "--tokens", "12"]
+    command = [sys.executable, "-m", "eval.cli", "bench", "--target", target, "--weights", "dummy", "--device", "cpu"]
+    command += [*options, "--al", "6", "--repeats", "1", "--warmup", "0", "--json", str(tmp_path / "rank.json")]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(command, env=env | {"RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
+    (first, error), (other, _) = (rank.communicate(timeout=120) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0], error
+    assert first.splitlines()[0].endswith("all ranks measured") and not other
+    row = RankRun.model_validate(json.loads((tmp_path / "rank.json").read_text())).results[1]
+    assert row.communication_ms is None and row.straggler_ms == 0 and row.implied_step_ms[1] == row.step_ms.total
+    assert sum(m.count for m in row.messages) == 16 and row.spec_decode_acceptance_length == pytest.approx(6, abs=0.05)
+
+
+def test_messages_between_processes() -> None:
+    """The group of the processes against sums and joins by hand."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(collect, (port,), nprocs=3)
+
+
+def collect(rank: int, port: int) -> None:
+    os.environ |= {"WORLD_SIZE": "3", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = make_group(BenchConfig(rank_of=3, weights="dummy", device="cpu", collectives="real"))
+    parts = [torch.arange(8.0).view(2, 4) + 10 * r for r in range(3)]
+    assert (group.rank, group.size) == (rank, 3)
+    assert torch.equal(group.all_reduce(parts[rank].clone(), "sum"), sum(parts))
+    assert torch.equal(group.all_gather(parts[rank], "join"), torch.cat(parts, dim=1))
+    assert group.sent == [("sum", "all_reduce", 32), ("join", "all_gather", 32)]
+    torch.distributed.destroy_process_group()
+
+
 def test_the_documented_target_runs_by_experts(tmp_path: Path, capsys) -> None:
     path = tmp_path / "rank.json"
     assert bench("kimi-k3-tiny", "--rank-of", "2", "--parallel", "ep", "-o", "json", "--json", str(path)) == 0
@@ -157,6 +202,7 @@ def test_reproduce_shows_it_beside_the_report(target: str, tmp_path: Path) -> No
         (("--rank-of", "2", "--parallel", "pp"), "parallel: found 'pp', allowed: 'tp' or 'ep'"),
         (("--rank-of", "2", "--collectives", "none", "--hardware", "gb300"), "hardware: found with collectives none"),
         (("--rank-of", "2", "--hardware", "mi355x"), "hardware: found mi355x, whose file states no link_gbps"),
+        (("--rank-of", "2", "--collectives", "real"), "collectives: found real with 1 process, allowed: 2, one a rank"),
         (("--rank-of", "2", "--weights", "auto"), "weights: found 'auto' with rank_of, allowed: dummy"),
         (("--rank-of", "2", "--target", "tiny"), "rank_of: found target tiny, allowed: architectures of Kimi-K3's form"),
         (("--rank-of", "2", "--target", "smollm2"), "rank_of: found target smollm2"),
