@@ -239,8 +239,8 @@ def floor_ms(size: float, flops: float, ceilings: Ceilings) -> float:
 
 
 class Counted:
-    """A rank's `Group` that keeps (name, kind, bytes of this rank's message) of what passes through it, and sends it only
-    if `real`, by torch.distributed; else the rank's own part stands for all."""
+    """A rank's `Group` that keeps (name, kind, bytes of this rank's message) of what passes through it, and sends it
+    only if `real`, by torch.distributed; else the rank's own part stands for all."""
 
     def __init__(self, rank: int, size: int, real: bool = False) -> None:
         self.rank, self.size, self.real = rank, size, real
@@ -380,7 +380,7 @@ def load(config: BenchConfig, group: Counted, longest: int, say: Callable[[str],
     pages = requests * -(-(longest + MAX_NODES) // PAGE) + 1
     size, cache = weight_bytes(part, dtype), cache_bytes(part, dtype, pages * PAGE, requests)
     rank = f"rank {group.rank} of {group.size} of {config.target} ({config.parallel})"
-    takes = f"{amount(size)} of weights, {amount(cache)} of caches and states of {requests} requests of {longest} tokens"
+    takes = f"{amount(size)} of weights, {amount(cache)} of caches and states for {requests} x {longest} tokens"
     room, whose = memory(device)
     if size + cache > room:
         allowed = "more ranks, fewer requests or a shorter context"
@@ -414,7 +414,9 @@ def measure_rank(
     target, cache = load(config, group, longest, say)
     model: KimiK3 = target.model
     device = model.device
-    where = fabric(config.hardware or default_hardware(device), group.size) if config.collectives == "modelled" else None
+    where = None
+    if config.collectives == "modelled":
+        where = fabric(config.hardware or default_hardware(device), group.size)
     drafter = bench.make_drafter(config.drafter, target, config)
     prompts = bench.Prompts(config, None, target)
     routing = model.routing = bench.forced_routing(config, target)
@@ -590,8 +592,8 @@ def text(run: RankRun) -> str:
     stamp = "SYNTHETIC ACCEPTANCE in the lines marked so · " if run.synthetic else ""
     parts = [
         f"{stamp}{first.stamp}",
-        f"{first.target} · rank {first.rank} of {first.rank_of} ({first.parallel}) · {first.dtype} · {e.gpu or e.cpu} · "
-        f"{amount(first.weight_bytes)} of weights, {amount(first.cache_bytes)} of cache and states",
+        f"{first.target} · rank {first.rank} of {first.rank_of} ({first.parallel}) · {first.dtype} · "
+        f"{e.gpu or e.cpu} · {amount(first.weight_bytes)} of weights, {amount(first.cache_bytes)} of cache and states",
         "",
         table(
             ("line", "b", "AL", "verified", "step ms", "floor ms", "x floor", "communication ms", "slowest rank +ms",
@@ -605,8 +607,8 @@ def text(run: RankRun) -> str:
             ],
         ),
         "",
-        f"implied: of the whole system of {first.rank_of} ranks; drafting by {run.config.drafter}, not by the model's own "
-        f"drafter. Communication: {first.communication_source}" + "".join(f"; {note}" for note in first.notes) + ".",
+        f"implied: of the whole system of {first.rank_of} ranks; drafting by {run.config.drafter}, not by the model's "
+        f"own drafter. Communication: {'; '.join([first.communication_source, *first.notes])}.",
     ]  # fmt: skip
     for r in run.results:
         parts += ["", f"{line(r)}, b={r.num_requests}, context {r.context_len}:", ""]

@@ -540,8 +540,8 @@ def beginning(name: str) -> list[str]:
 
 
 def find_row(name: str) -> Row:
-    """A point by "entry" (its last, most telling point) or "entry/point"; an entry may be a YAML file of its own, or the
-    beginning of a name: the last entry that begins so."""
+    """A point by "entry" (its last, most telling point) or "entry/point"; an entry may be a YAML file of its own, or
+    the beginning of a name: the last entry that begins so."""
     file, wanted = entry_name(name)
     file = next(iter(beginning(file)), file)
     entry = all_reported().get(file) or load_reported(file)

@@ -230,12 +230,9 @@ class BenchConfig(Pair):
         return self
 
     @model_validator(mode="after")
-    def _one_drafter(self) -> BenchConfig:
-        if self.speculative_config is not None:
-            if self.engine != "vllm":
-                raise ValueError(f"speculative_config: found with engine {self.engine}, allowed: with vllm")
-            if twice := [name for name in ("drafter", "num_speculative_tokens") if name in self.model_fields_set]:
-                raise ValueError(f"speculative_config: found together with {twice[0]}, allowed: one of them")
+    def _of_vllm(self) -> BenchConfig:
+        if self.speculative_config is not None and self.engine != "vllm":
+            raise ValueError(f"speculative_config: found with engine {self.engine}, allowed: with vllm")
         return self
 
     @model_validator(mode="after")
@@ -518,7 +515,7 @@ class RankRow(Strict):
 
     step_ms: measured on the rank, collectives included only where they are real. floor_ms: of its verify pass.
     between_ms: of the verify phase, what is not in `operations` (small torch operations, gaps, collectives that are
-    real). straggler_ms: what the slowest rank's experts take longer than the mean rank's, at this rank's time an expert.
+    real). straggler_ms: what the slowest rank's experts take longer than the mean rank's, at this rank's time for one.
     implied_step_ms = step + communication + straggler; implied_output_throughput: tokens/s of all requests, from the
     acceptance length. All three of an interval: low, middle, high.
     """

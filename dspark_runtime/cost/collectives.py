@@ -61,7 +61,7 @@ def fabric(name: str, ranks: int) -> Fabric:
         notes.append(f"{machine.title} has none of its own: widened by {BORROWED[0]:g} to {BORROWED[1]:g}")
     if ranks > machine.datasheet.domain:
         notes.append(
-            f"{ranks} ranks exceed the {machine.datasheet.domain} that the link joins; the network between hosts is not "
-            "in configs/hardware and counts as the link"
+            f"{ranks} ranks exceed the {machine.datasheet.domain} that the link joins; the network between hosts is "
+            "not in configs/hardware and counts as the link"
         )
     return Fabric(machine, kernels, ranks, borrowed, tuple(notes))

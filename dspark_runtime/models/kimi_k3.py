@@ -5,11 +5,11 @@ Taken from vLLM 0.33 (models/kimi_k3/nvidia/{model,kda,mla}.py) and flash-linear
 source settles: the epsilon of the norms inside latent attention (see configs/models/kimi-k3.yaml). Not modelled: MXFP8
 activations of the experts. Not built: reading the published checkpoint, its vision tower.
 
-**Shards.** `KimiK3Config.of_rank` divides heads, columns, experts and vocabulary; every shape below then is a rank's, and
-`RankTensors` cuts a whole model's tensors to it. Copied to every rank are norms, router, the latents of queries and keys
-and their pages. A rank's sums become the model's in five places: after the embedding, each attention, each MLP or
-mixture (its up-projection takes the rank's columns of the latent), the experts' sum, and the head's vocabulary; the
-mixture's down-projection, divided by rows, is gathered.
+**Shards.** `KimiK3Config.of_rank` divides heads, columns, experts and vocabulary; every shape below then is a rank's,
+and `RankTensors` cuts a whole model's tensors to it. Every rank has a copy of norms, router, compressions of queries
+and keys, and the latents' pages. Ranks add up what they have after the embedding, each attention, the experts, and each
+MLP or mixture (whose up-projection takes the rank's channels of the latent); they join the mixture's down-projection
+and the head's vocabulary.
 """
 
 from __future__ import annotations
@@ -631,8 +631,8 @@ def dummy_kimi_k3(
     need, (room, whose) = weight_bytes(config, dtype), memory(device)
     if need > room:
         raise ConfigError(
-            f"target: {name} takes {math.ceil(need / 1e9)} GB of weights, {whose} has {room / 1e9:.0f} GB; allowed: one "
-            "rank of it (dspark bench --rank-of N), kimi-k3-tiny, or a YAML file of its form"
+            f"target: {name} takes {math.ceil(need / 1e9)} GB of weights, {whose} has {room / 1e9:.0f} GB; allowed: "
+            "one rank of it (dspark bench --rank-of N), kimi-k3-tiny, or a YAML file of its form"
         )
     tensors = DummyTensors(config, seed, dtype, device)
     options = dict(name=name, dtype=dtype, device=device, max_model_len=max_model_len, group=group)

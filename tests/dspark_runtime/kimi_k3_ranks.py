@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 def divisible(folder: Path) -> str:
     """kimi-k3-tiny with heads and experts that four ranks can share: the path of its file."""
     text = find("models", "kimi-k3-tiny").read_text().replace("heads: 2,", "heads: 4,")
-    text = text.replace("num_experts_per_tok: 2, intermediate_size: 32", "num_experts_per_tok: 2, intermediate_size: 128")
+    text = text.replace("per_tok: 2, intermediate_size: 32", "per_tok: 2, intermediate_size: 128")
     path = folder / "kimi-k3-small.yaml"
     path.write_text(text)
     return str(path)

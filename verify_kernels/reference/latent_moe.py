@@ -26,8 +26,9 @@ def situ_experts(
     """SiTU experts of quantised weights and 16-bit activations, combined by routing weight.
 
     x [T, L], gate_up [E, 2 I, L], down [E, L, I], weights and ids [T, k] -> [T, L] in x's dtype; products rounded to
-    it, their sum in float32 or more. An id outside 0 to E - 1 is of an expert held elsewhere, and adds nothing. (Kimi-K3 is deployed with MXFP8 activations; their rounding is not modelled.) On a
-    CUDA device every expert runs over every token, as in `moe.moe_experts`.
+    it, their sum in float32 or more. An id outside 0 to E - 1 is of an expert held elsewhere, and adds nothing.
+    (Kimi-K3 is deployed with MXFP8 activations; their rounding is not modelled.) On a CUDA device every expert runs
+    over every token, as in `moe.moe_experts`.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = torch.zeros_like(x, dtype=wide)
