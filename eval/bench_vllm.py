@@ -59,7 +59,6 @@ def refuse(config: BenchConfig) -> None:
         ("device", config.device if config.device != "auto" else None, "auto (vLLM is built for one kind of device)"),
         ("synthetic_acceptance_trace", config.synthetic_acceptance_trace, "--al or --rates (vLLM replays no trace)"),
         ("routing", config.routing if config.routing not in (None, "model", "uniform") else None, "model, uniform"),
-        ("rank_of", getattr(config, "rank_of", None), "the engine dspark"),
     ):
         if found is not None:
             raise ConfigError(f"{field}: found {found!r} with engine vllm, allowed: {allowed}")
@@ -71,6 +70,8 @@ def refuse(config: BenchConfig) -> None:
         raise ConfigError(f"rejection_sample_method: found {rule!r} {where}, allowed: {', '.join(allowed)}")
     given = config.speculative_config
     if given is not None:
+        if twice := [field for field in ("drafter", "num_speculative_tokens") if field in config.model_fields_set]:
+            raise ConfigError(f"speculative_config: found together with {twice[0]}, allowed: one of them")
         for field, kind in (("method", str), ("num_speculative_tokens", int)):
             if not isinstance(given.get(field), kind):
                 raise ConfigError(f"speculative_config: {field}: missing, allowed: what dspark tune prints")

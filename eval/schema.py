@@ -233,6 +233,8 @@ class BenchConfig(Pair):
     def _of_vllm(self) -> BenchConfig:
         if self.speculative_config is not None and self.engine != "vllm":
             raise ValueError(f"speculative_config: found with engine {self.engine}, allowed: with vllm")
+        if self.rank_of is not None and self.engine == "vllm":
+            raise ValueError("rank_of: found with engine vllm, allowed: with dspark")
         return self
 
     @model_validator(mode="after")

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dspark_runtime import smollm2 as embedded
+from dspark_runtime import targets
 from dspark_runtime.configs import load_model_config, load_tree, names
 from dspark_runtime.cost.facts import is_facts
 from dspark_runtime.errors import CheckpointError, ConfigError, DownloadError
-from dspark_runtime.targets import load_target
+from dspark_runtime.targets import hf_folder, load_target, target_config
 from dspark_runtime.weights import DummyTensors, read_gguf
 from tests.dspark_runtime.passes import Pages
 
@@ -133,7 +134,7 @@ def test_broken_gguf_files_are_named(tmp_path: Path) -> None:
         load_target(str(path), device="cpu")
 
 
-def test_gguf_round_trip(tmp_path: Path) -> None:
+def test_gguf_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file written with the names and the row order of GGUF's llama files reads back as the Hugging Face tensors."""
     import gguf
 
@@ -168,6 +169,23 @@ def test_gguf_round_trip(tmp_path: Path) -> None:
     assert (config.vocab_size, config.head_dim, config.tie_word_embeddings) == (40, 8, True)
     assert config.rms_norm_eps == 1e-5 and config.rope.rope_theta == 5e4 and config.eos_token_ids == (3,)
     assert torch.equal(tensors["model.layers.0.self_attn.q_proj.weight"], q)
+    # As a folder for other engines: every tensor, in bfloat16.
+    monkeypatch.setattr(targets, "_gguf_tokenizer", lambda *_, **__: None)
+    folder, shape, _ = hf_folder(str(path), tmp_path / "folder")
+    assert shape == config and hf_folder(str(folder), tmp_path / "unused")[:2] == (folder, config)
+    written = load_file(folder / "model.safetensors")
+    assert written.keys() == tensors.keys() and not (tmp_path / "unused").exists()
+    assert all(torch.equal(written[key], x.to(torch.bfloat16)) for key, x in tensors.items())
+    assert load_target(str(folder), device="cpu").config == config
+
+
+@pytest.mark.parametrize("name", [name for name in names("models") if not is_facts(name)])
+def test_an_architecture_as_a_folder_reads_back(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="add --weights dummy"):
+        hf_folder(name, tmp_path)
+    folder, config, tokenizer = hf_folder(name, tmp_path, "dummy")
+    assert tokenizer is None and config == target_config(name) == target_config(str(folder))
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
 def test_dummy_weights_are_seeded() -> None:

@@ -19,6 +19,7 @@ from eval import bench, bench_vllm, cli, report
 from eval.bench_vllm import ACCEPTED, BY_POSITION, DRAFTED, DRAFTS
 from eval.schema import bench_config
 from tests.eval import rows
+from tests.vllm.test_bench import commands
 
 TUNED = {"method": "dspark", "model": "smollm2-135m-dspark", "num_speculative_tokens": 3}
 
@@ -59,6 +60,7 @@ def test_what_vllm_cannot_serve_is_one_line(changes: dict[str, object], message:
     [
         (["--engine", "sglang"], "engine: found 'sglang', allowed: 'dspark' or 'vllm'"),
         (["--speculative-config", "{}"], "speculative_config: found with engine dspark, allowed: with vllm"),
+        (["--engine", "vllm", "--rank-of", "8", "--weights", "dummy"], "rank_of: found with engine vllm, allowed: with dspark"),
         (["--engine", "vllm", "--speculative-config", "{"], "speculative_config: found '{', allowed: a JSON object"),
         (["--engine", "vllm", "--speculative-config", "[1]"], "speculative_config: found [1], allowed:"),
         (
@@ -79,6 +81,19 @@ def test_the_command_line_refuses(
     assert end.value.code == 2 and said.startswith(f"dspark: {message}") and said.count("\n") == 1
     if "which" in message:
         assert "pip install 'dspark-runtime[vllm]'" in said
+
+
+def test_the_commands_of_the_page_lack_nothing_but_vllm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM is, tests/vllm/test_bench.py runs them."""
+    monkeypatch.setattr(bench_vllm.plugin, "_installed", lambda: None)
+    found = commands()
+    assert len(found) == 2
+    for arguments in found:
+        with pytest.raises(SystemExit):
+            cli.main(arguments)
+        assert capsys.readouterr().err.startswith("dspark: engine: found vllm, which ")
 
 
 def test_the_default_recipe_is_the_same_with_another_engine() -> None:

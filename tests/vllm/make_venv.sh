@@ -35,7 +35,7 @@ grouped = f"    for i in range(len(weight) if weight is not None and weight.dim(
 path.write_text(text.replace("    " + old, f"{grouped}    if weight is None or weight.dim() < 2:\n        {old}"))
 END
 cp "$here/triton_on_cpu.py" "$site/sitecustomize.py"
-# The plugin, from this checkout; what it imports is there already.
-"$venv/bin/pip" install -q --no-deps -e "$here/../.."
+# The plugin and the bench, from this checkout, with what vLLM does not bring.
+"$venv/bin/pip" install -q -e "$here/../.."
 VLLM_TRITON_ON_CPU=1 "$venv/bin/python" -c 'import vllm; print("vLLM", vllm.__version__)'
 echo "DSPARK_VLLM_PYTHON=$venv/bin/python pytest tests/vllm"
