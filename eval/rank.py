@@ -411,7 +411,8 @@ def measure_rank(
     if wrong is not None:
         raise ConfigError(f"acceptance_length: {wrong}")
     group = make_group(config)
-    longest = config.context_len + config.max_tokens + max(p.spec.depth for p in points) + 1
+    most = max(p.spec.depth for p in points) + 1
+    longest = config.context_len + max(config.max_tokens, 2 * most) + most  # the second step is taken apart
     target, cache = load(config, group, longest, say)
     model: KimiK3 = target.model
     device = model.device

@@ -62,7 +62,7 @@ def test_a_rank_from_end_to_end(target: str, parallel: str, tmp_path: Path, caps
     part = kimi_k3_config(target).of_rank(Shard(0, SIZE, parallel))
     sizes = {None: 2, "wide": 4, torch.uint8: 1}
     assert row.weight_bytes == sum(math.prod(shape) * sizes[kind] for shape, kind in tensor_shapes(part).values())
-    # latents of one layer in bf16: 40 + 12 + 8 tokens and 64 of a tree in pages of 16, and one page; states in float32
+    # latents of one layer in bf16: 40 + 16 + 8 tokens and 64 of a tree in pages of 16, and one page; states in float32
     # and windows in bf16 of three layers
     assert row.cache_bytes == 9 * 16 * 40 * 2 + 3 * (1 * 32 * 32 * 4 + 3 * 3 * 32 * 2)
 
@@ -150,6 +150,12 @@ def test_real_collectives_between_processes(target: str, parallel: str, tmp_path
     assert sum(m.count for m in row.messages) == 16 and row.spec_decode_acceptance_length == pytest.approx(6, abs=0.05)
 
 
+def test_short_runs_are_taken_apart_at_full_width(target: str, capsys) -> None:
+    assert bench(target, "--rank-of", "2", "--tokens", "1", "-k", "7", "--al", "8", "-o", "json") == 0
+    row = RankRun.model_validate_json(capsys.readouterr().out).results[1]
+    assert next(m.bytes for m in row.messages if m.name == "attention") == TOKENS * HIDDEN * 2
+
+
 def test_messages_between_processes() -> None:
     """The group of the processes against sums and joins by hand."""
     with socket.socket() as free:
@@ -211,7 +217,7 @@ def test_reproduce_shows_it_beside_the_report(target: str, tmp_path: Path) -> No
         (("--rank-of", "2", "--target", "tiny"), "rank_of: found target tiny, allowed: architectures of Kimi-K3"),
         (("--rank-of", "2", "--target", "smollm2"), "rank_of: found target smollm2"),
         (("--rank-of", "2", "--al", "9"), "acceptance_length: found 9, allowed: 1 to 8"),
-        (("--rank-of", "2", "--context", "4000"), "context_len: found 4000, .* one step 4020, allowed: at most 2048"),
+        (("--rank-of", "2", "--context", "4000"), "context_len: found 4000, .* one step 4024, allowed: at most 2048"),
         (("--rank-of", "2", "-o", "csv"), "output: found csv, jsonl or a plot with rank_of, allowed: md, json"),
         (("--rank-of", "2", "--target", "kimi-k3"), r"rank 0 of 2 of kimi-k3 \(tp\) takes 781.* GB of weights"),
     ],
