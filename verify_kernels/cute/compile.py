@@ -26,6 +26,9 @@ from verify_kernels.errors import KernelError
 _log = logging.getLogger(__name__)
 
 ARCH = "sm_90a"
+BUILDS_ON = {"latent": ("attention",)}
+"""Families whose kernels are made from another's sources too."""
+
 _DSL = "nvidia-cutlass-dsl"
 
 # The one symbol tvm-ffi kernels want from the DSL's own runtime; the caller sees the CUDA error anyway.
@@ -38,10 +41,12 @@ def default_folder() -> Path:
 
 @functools.cache
 def fingerprint(family: str) -> str:
-    """Hash of what a family's kernels are made from (its folder but for its host side, `run.py`) and for."""
+    """Hash of what a family's kernels are made from (its folder and those in `BUILDS_ON`, but for the host side, `run.py`)
+    and for."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
-    sources = [folder / "fake.py", *sorted((folder / family).rglob("*.py"))]
+    families = (*BUILDS_ON.get(family, ()), family)
+    sources = [folder / "fake.py", *(s for name in families for s in sorted((folder / name).rglob("*.py")))]
     for source in [s for s in sources if s.name != "run.py"]:
         digest.update(str(source.relative_to(folder)).encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update(ARCH.encode())

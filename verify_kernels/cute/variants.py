@@ -165,4 +165,37 @@ class RouteVariant:
         return f"route_{self.dtype}_{self.scores}_e{self.experts}_k{self.top_k}_g{self.top_groups}of{self.groups}{ends}"
 
 
-AnyVariant = Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant
+LATENT_RANK, LATENT_WIDTH = 512, 576  # channels of a latent that are values, and with the key's own ones
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentVariant:
+    """Constants of verify attention over latents; see `latent.verify.LatentAttention`.
+
+    The properties are what `attention.run.plan` makes its schedule for.
+    """
+
+    family: ClassVar = "latent"
+    kv_heads: ClassVar = 1
+    head_dim: ClassVar = LATENT_RANK
+    rows: ClassVar = 64
+    dtype: str
+    heads: int
+    page_size: int
+    mask: str
+    blocks: int = 1
+    run: int = 2
+
+    @property
+    def tile_n(self) -> int:
+        """Keys that the schedule keeps together."""
+        return 64 * self.run
+
+    @property
+    def name(self) -> str:
+        return f"latent_{self.dtype}_h{self.heads}_p{self.page_size}_{self.mask}_m64x{self.blocks}_r{self.run}"
+
+
+AnyVariant = (
+    Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant | LatentVariant
+)
