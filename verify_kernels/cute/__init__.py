@@ -16,15 +16,17 @@ from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
+from verify_kernels.cute.latent import run as latent_run
 from verify_kernels.cute.linear import run as linear_run
 from verify_kernels.cute.moe import run as moe_run
-from verify_kernels.cute.variants import AnyVariant, AppendVariant, Variant
+from verify_kernels.cute.variants import AnyVariant, AppendVariant, LatentVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 from verify_kernels.quantized import Quantized
 from verify_kernels.reference import elementwise, linear as reference
 
-UNMEASURED = ("moe_route", "moe_experts")
-"""Operations whose kernels are there but not served: torch runs them until `eval.bench_moe` has passed on a GPU."""
+UNMEASURED = ("moe_route", "moe_experts", "plan_latent_attention", "latent_attention")
+"""Operations whose kernels are there but not served: torch runs them until their bench (`eval.bench_moe`,
+`eval.bench_latent`) has passed on a GPU."""
 
 TORCH_RUNS = {
     name: "torch's product beyond 64 tokens, for dtypes of more than 16 bits and where rows are no multiple of 16 bytes apart"
@@ -95,6 +97,15 @@ class PassPlan:
     schedules: dict[Variant, run.Plan] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass
+class LatentPlan:
+    """One pass over latents; its schedules as in `PassPlan`."""
+
+    batch: PassBatch
+    mask: str
+    schedules: dict[LatentVariant, run.Plan] = dataclasses.field(default_factory=dict)
+
+
 def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> dict[str, Callable[..., Any]]:
     """Operation name -> implementation for CUDA tensors on sm_90. unmeasured: with those in `UNMEASURED`.
 
@@ -152,6 +163,31 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
                 first_query=batch.first_query,
             )
         return run.run(kernel(variant), plan, q, k_pages, v_pages, q.new_empty(q.shape), scale, softcap)
+
+    def plan_latent_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> LatentPlan:
+        passed = plan_attention(batch, page_size, mask=mask, window=window)
+        return LatentPlan(batch, passed.mask)
+
+    def latent_attention(q: Tensor, pages: Tensor, plan: LatentPlan, rank: int, scale: float) -> Tensor:
+        batch = plan.batch
+        if pages.dtype != q.dtype:
+            raise KernelError(f"latent attention: pages: found {pages.dtype}, allowed: {q.dtype}, {INSTEAD}")
+        _, heads, width = q.shape
+        variant = latent_run.choose(q.dtype, heads, width, rank, pages.shape[1], plan.mask, batch.max_query_len)
+        planned = plan.schedules.get(variant)
+        if planned is None:
+            planned = plan.schedules[variant] = run.plan(
+                variant,
+                batch.page_table,
+                batch.context_lens,
+                batch.request_offsets,
+                batch.ancestor_masks if plan.mask == "tree" else None,
+                batch.num_tokens,
+                kernel=kernel(run.plan_variant(variant, latent_run.SETUP)),
+                setup=latent_run.SETUP,
+                first_query=batch.first_query,
+            )
+        return latent_run.run(kernel(variant), planned, q, pages, q.new_empty(len(q), heads, rank), scale)
 
     def append_kv(
         q: Tensor,
@@ -264,6 +300,8 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
     served = {
         "plan_attention": plan_attention,
         "paged_tree_attention": paged_tree_attention,
+        "plan_latent_attention": plan_latent_attention,
+        "latent_attention": latent_attention,
         "append_kv": append_kv,
         "commit_path": commit_path,
         "linear": linear,

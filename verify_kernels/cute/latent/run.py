@@ -10,6 +10,7 @@ from verify_kernels.cute.variants import LATENT_RANK, LATENT_WIDTH, LatentVarian
 from verify_kernels.errors import INSTEAD, KernelError
 
 MAX_BLOCKS = 6  # a tree of 64 nodes under 6 heads
+SETUP = 1  # price of a new request in the schedule: its queries and the old one's results weigh about two tiles
 
 
 def choose(
@@ -24,6 +25,8 @@ def choose(
     ):
         if not good:
             raise KernelError(f"latent attention: {field}: found {found}, allowed: {allowed}, {INSTEAD}")
+    if mask not in ("tree", "causal"):
+        raise KernelError(f"latent attention: mask: found {mask}, allowed: tree, causal, {INSTEAD}")
     blocks = min(-(-max_query_len * heads // 64), MAX_BLOCKS)
     return LatentVariant(str(dtype).removeprefix("torch."), heads, page_size, mask, blocks)
 
