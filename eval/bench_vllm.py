@@ -52,9 +52,10 @@ Event = tuple[float, list[int]]
 def refuse(config: BenchConfig) -> None:
     """Options that vLLM has no counterpart of. Raises ConfigError naming the option."""
     rules = [name for name in config.scheduler if name != "none"]
+    adaptive = "none (vLLM's own is enable_adaptive_verification of a --speculative-config)"
     for field, found, allowed in (
         ("tree", config.tree[0] if config.tree else None, "chains (vLLM has no trees): -k"),
-        ("scheduler", rules[0] if rules else None, "none (vLLM's own is enable_adaptive_verification of a --speculative-config)"),
+        ("scheduler", rules[0] if rules else None, adaptive),
         ("backend", config.backend if config.backend != "auto" else None, "auto (vLLM picks its kernels)"),
         ("device", config.device if config.device != "auto" else None, "auto (vLLM is built for one kind of device)"),
         ("synthetic_acceptance_trace", config.synthetic_acceptance_trace, "--al or --rates (vLLM replays no trace)"),
@@ -77,7 +78,8 @@ def refuse(config: BenchConfig) -> None:
                 raise ConfigError(f"speculative_config: {field}: missing, allowed: what dspark tune prints")
         for field in given:
             if field.startswith("synthetic_") or given[field] == "synthetic":
-                raise ConfigError(f"speculative_config: found {field}, allowed: --al or --rates, so that the table says so")
+                allowed = "--al or --rates, so that the table says so"
+                raise ConfigError(f"speculative_config: found {field}, allowed: {allowed}")
 
 
 def require_vllm() -> str:
@@ -85,8 +87,8 @@ def require_vllm() -> str:
     version = plugin._installed()
     if version is None:
         raise ConfigError(
-            f"engine: found vllm, which {sys.executable} does not have, allowed: after pip install 'dspark-runtime[vllm]' "
-            "in an environment of its own"
+            f"engine: found vllm, which {sys.executable} does not have, allowed: after "
+            "pip install 'dspark-runtime[vllm]' in an environment of its own"
         )
     return version
 
@@ -116,8 +118,8 @@ def serve_target(name: str, config: BenchConfig, folder: Path) -> Served:
 
 
 def speculation(config: BenchConfig, target: Served, folder: Path) -> tuple[dict[str, Any], str]:
-    """(vLLM's speculative_config without the number of drafts, what the method is called in the table). A drafter that is
-    no folder is written into `folder`. Raises ConfigError."""
+    """(vLLM's speculative_config without the number of drafts, what the method is called in the table). A drafter that
+    is no folder is written into `folder`. Raises ConfigError."""
     from eval.tune import NGRAM
 
     if config.speculative_config is not None:
@@ -230,8 +232,8 @@ def summed(counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def repeat_of(events: Sequence[Event], depth: int) -> bench.Repeat:
-    """A run's outputs as decode steps. A request's first token is its prefill's; a step in which another request's prompt
-    was still being read holds the requests that decoded, and no time of it counts (their number is not the full one)."""
+    """A run's outputs as decode steps. A request's first token is its prefill's; a step in which another request's
+    prompt was still being read holds the requests that decoded, and no time of it counts (it is not of all)."""
     from dspark_runtime.records import StepRecord
 
     started: set[int] = set()
@@ -245,9 +247,8 @@ def repeat_of(events: Sequence[Event], depth: int) -> bench.Repeat:
         if decoding:
             emitted = [tokens[i] for i in decoding]
             size = len(decoding)
-            records.append(
-                StepRecord(decoding, [depth] * size, [n - 1 for n in emitted], emitted, size * (depth + 1), 0, dict(total=ms))
-            )
+            accepted, verified = [n - 1 for n in emitted], size * (depth + 1)
+            records.append(StepRecord(decoding, [depth] * size, accepted, emitted, verified, 0, dict(total=ms)))
     return bench.Repeat(records, prefill_ms)
 
 
@@ -267,8 +268,8 @@ def line_numbers(answer: Mapping[str, Any], num_requests: int, depth: int) -> di
     emitted = steps["spec_decode_acceptance_length"]
     if abs(emitted - out["spec_decode_acceptance_length"]) > AGREE:
         out["warning"] = (
-            f"vLLM counts {counts.get(DRAFTS, 0)} drafts in {pairs} steps of requests, those with drafts only: over all "
-            f"steps AL is {emitted:.2f}"
+            f"vLLM counts {counts.get(DRAFTS, 0)} drafts in {pairs} steps of requests, those with drafts only: "
+            f"over all steps AL is {emitted:.2f}"
         )
     return out
 
@@ -281,12 +282,13 @@ def bench_vllm(config: BenchConfig, command: str = "dspark bench", progress: ben
     refuse(config)
     asked = config
     if given := config.speculative_config:
-        update = dict(drafter=str(given.get("model", given["method"])), num_speculative_tokens=[given["num_speculative_tokens"]])
-        config = config.model_copy(update=update)
+        drafter, k = str(given.get("model", given["method"])), given["num_speculative_tokens"]
+        config = config.model_copy(update=dict(drafter=drafter, num_speculative_tokens=[k]))
     points = bench.plan(config)
     version = require_vllm()
     texts = load_prompts(config.prompts) if config.context_len is None else None
-    with tempfile.TemporaryDirectory(prefix="dspark-vllm-") as name:
+    # vLLM guesses methods from paths: none of their names may stand in this one.
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         progress(f"reading {config.target}", 0, 1)
         target = serve_target(config.target, config, folder / "target")
@@ -378,8 +380,8 @@ def measure(
     longest = prompts.longest + config.max_tokens + deepest + 1
     if longest > target.config.max_position_embeddings:
         raise ConfigError(
-            f"context_len: prompts of up to {prompts.longest} tokens, {config.max_tokens} new, {deepest + 1} of one step "
-            f"make {longest}, allowed: at most {target.config.max_position_embeddings}, the limit of {target.name}"
+            f"context_len: prompts of up to {prompts.longest} tokens, {config.max_tokens} new, {deepest + 1} of one "
+            f"step make {longest}, allowed: at most {target.config.max_position_embeddings}, the limit of {target.name}"
         )
     rounds = [[prompts.of(i, b) for b in config.num_requests] for i in range(config.warmup + config.repeats)]
     forced = routing_name(config, target) == "uniform"
@@ -452,7 +454,7 @@ def in_a_process(job: Mapping[str, Any], folder: Path, forced_routing: bool = Fa
 
 
 def child() -> None:
-    """In a process of its own, which the plugin's switch is set for: sys.argv names the job and where its answer goes."""
+    """In a process of its own, with the plugin's switch set for it: sys.argv names the job and where its answer goes."""
     asked, answer = map(Path, sys.argv[1:])
     try:
         found = run_job(json.loads(asked.read_text()))
@@ -467,12 +469,17 @@ def run_job(job: Mapping[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
+    asked = job["engine"]
+    if on_cpu and asked["load_format"] == "dummy" and (asked["speculative_config"] or {}).get("method") == "dspark":
+        # vLLM's drafter joins its projections at first use, and its CPU layers have packed theirs away by then.
+        raise RuntimeError("weights: found dummy with a DSpark drafter on a CPU, allowed: on a GPU, or a checkpoint")
     graphs = not on_cpu if job["cuda_graph"] is None else job["cuda_graph"]
-    llm = LLM(**job["engine"], enforce_eager=not graphs)
+    llm = LLM(**asked, enforce_eager=not graphs)
     module = ModelRegistry.models[plugin.ARCHITECTURE].module_name
     if (module == plugin.MODEL.partition(":")[0]) != job["plugged"]:
         drafter = next((text for part, text in plugin.status() if part.strip() == "drafter"), "")
-        raise RuntimeError(f"asked for {'our' if job['plugged'] else 'stock'} {plugin.ARCHITECTURE}, {module} runs ({drafter})")
+        wanted = "our" if job["plugged"] else "stock"
+        raise RuntimeError(f"asked for {wanted} {plugin.ARCHITECTURE}, {module} runs ({drafter})")
     repeats: dict[str, list[dict[str, Any]]] = {}
     for i, of_sizes in enumerate(job["rounds"]):
         for prompts in of_sizes:

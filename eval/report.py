@@ -170,7 +170,7 @@ def markdown(run: Run) -> str:
         f"temperature {c.temperature:g}; median of {c.repeats} repeats after {c.warmup} warm-up, seed {c.seed}.",
         "AL: tokens emitted per request and verify step, bonus token included. Step: median over full batches.",
         *laws(run),
-        *(["engine: vllm as it is, vllm+plugin with this package; AL and rates from vLLM's counters."] if e.vllm else []),
+        *(["engine: vllm is stock, vllm+plugin has this package; AL and rates are vLLM's counters."] if e.vllm else []),
         "",
     ]
     for part in (speed_table(run.results), step_table(run.results), acceptance_table(run.results)):
