@@ -13,15 +13,19 @@ producer's: 24. Matrix units: 36 products m64n64k16 of 32 cycles and 8 m64n256k1
 over 132 multiprocessors of 1.755 GHz a tile of 73,728 B takes 3800. So 64 rows are bound by memory, and the products
 need no overlap with the softmax (about 600 cycles).
 
-**Floors and predictions, before any measurement**, 6 heads (a TP16 rank of Kimi-K3), one layer, us. Floor: the larger of
-latents' bytes / 4.5 TB/s and flops of the rows / 790 TFLOP/s. Prediction: 3 us of latencies and launches, the tiles at
-4.0 TB/s or 2800 cycles each (the slower), partial results written and read at 4 TB/s where units share a request.
+**Floors and predictions, before any measurement**, 6 heads (a TP16 rank of Kimi-K3), one layer, us, for Q = 1, 8, 16, 32
+new tokens (6, 48, 96, 192 rows). Floor: the larger of latents' bytes / 4.5 TB/s and flops of the rows / 790 TFLOP/s.
+Predicted, by `eval.bench_latent.predicted_us`: 3 us of latencies and launches; tiles at 2800 cycles, at 4.0 TB/s of memory
+or at 5.5 TB/s of L2, whichever is slowest; partial results of shared requests written and read at 4 TB/s.
 
-| context | R=1: floor Q 1, 8, 16, 32 | predicted | R=8: floor | predicted | R=32: floor | predicted |
+| context | R=1: floor | predicted | R=8: floor | predicted | R=32: floor | predicted |
 |---|---|---|---|---|---|---|
-| 1152 | 0.3, 0.3, 0.3, 0.6 | 5.5, 6, 7, 8 | 2.4, 2.4, 2.4, 4.9 | 6.5, 8, 11, 15 | 9.4, 9.5, 9.8, 19.7 | 14, 15, 23, 33 |
-| 8192 | 2.1, 2.1, 2.2, 4.3 | 7, 9, 12, 16 | 16.8, 16.8, 17.4, 34.8 | 23, 25, 37, 55 | 67.1, 67.2, 69.4, 139 | 80, 82, 120, 180 |
-| 131072 | 33.6, 33.6, 34.7, 69.3 | 42, 45, 64, 95 | 268, 268, 277, 555 | 307, 310, 460, 680 | 1074, 1074, 1110, 2218 | 1220, 1220, 1830, 2700 |
+| 1152 | 0.3, 0.3, 0.3, 0.6 | 6.3, 6.7, 7.2, 8.2 | 2.4, 2.4, 2.5, 5.0 | 6.7, 10, 13, 17 | 9.5, 9.5, 9.9, 20 | 16, 20, 26, 37 |
+| 8192 | 2.1, 2.1, 2.2, 4.4 | 6.6, 9.4, 13, 16 | 17, 17, 17, 35 | 23, 29, 37, 54 | 67, 67, 70, 139 | 81, 86, 121, 182 |
+| 131072 | 34, 34, 35, 69 | 42, 47, 65, 95 | 268, 268, 277, 555 | 308, 314, 452, 673 | 1070, 1070, 1110, 2220 | 1220, 1220, 1770, 2650 |
+
+From 96 rows on the loss is in the design, not in memory: scores, softmax and values follow each other (2800 cycles for
+2176 of products), and a second CTA's tiles come through L2.
 
 Requests of more than 64 rows take `blocks` CTAs abreast, whose second read of a tile is to hit L2: memory is read once,
 but L2 gives each multiprocessor up to 26 B a cycle here, which no measurement has confirmed.
