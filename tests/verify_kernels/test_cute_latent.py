@@ -157,6 +157,25 @@ def test_tiles_masks_and_merge(counts, contexts, page, heads, tree, run, units, 
     assert np.abs(found - want).max() < 1e-12 * max(1.0, np.abs(want).max())
 
 
+@needs_dsl
+@pytest.mark.parametrize(("heads", "blocks", "run"), [(6, 1, 2), (6, 3, 1), (16, 6, 4)])
+def test_tiles_of_a_segment_as_compiled(heads, blocks, run):
+    """The kernel's own function, compiled for the CPU, over a real table."""
+    from tests.verify_kernels.cute.latent_on_cpu import tiles_of
+
+    contexts, counts = [0, 63, 64, 1000, 129], [1, 30, 10, 64, 3]
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    constants = vars(plan_variant(LatentVariant("bfloat16", heads, 64, "tree", blocks, run), SETUP))
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    table = schedule(lengths, offsets, sum(counts), units=7, first_query=0, **constants).numpy()
+    table = table[table[:, 7] > table[:, 6]]
+    for found, s in zip(tiles_of(heads, blocks, run, table), table.tolist(), strict=True):
+        for cta, (first, last) in enumerate(found.tolist()):
+            assert first == s[6] * run
+            rows = s[2] + cta * TILE < s[4] * heads
+            assert last == (min(s[7] * run, -(-(s[5] + s[4]) // TILE)) if rows else first)
+
+
 def test_blocks_follow_the_rows():
     blocks = {q: choose(torch.bfloat16, 6, 576, 512, 64, "tree", q).blocks for q in (1, 8, 10, 11, 16, 32, 64, 300)}
     assert blocks == {1: 1, 8: 1, 10: 1, 11: 2, 16: 2, 32: 3, 64: 6, 300: 6}
