@@ -41,8 +41,8 @@ def default_folder() -> Path:
 
 @functools.cache
 def fingerprint(family: str) -> str:
-    """Hash of what a family's kernels are made from (its folder and those in `BUILDS_ON`, but for the host side, `run.py`)
-    and for."""
+    """Hash of what a family's kernels are made from (its folder and those in `BUILDS_ON`, but for the host
+    side, `run.py`) and for."""
     digest = hashlib.sha256()
     folder = Path(__file__).parent
     families = (*BUILDS_ON.get(family, ()), family)

@@ -1,22 +1,23 @@
 """Verify attention over latents (MLA, absorbed form) for Hopper (sm_90a): trees of new tokens over a paged cache.
 
-One latent head serves all query heads, so row r of a request is token * heads + head, and its query rows lie together in
-memory. A CTA holds 64 of them and walks its stretch of the schedule (`attention.schedule`): one producer warp streams
-tiles of 64 latents (512 + 64 channels) through TMA, another the queries. Keys are a tile's 576 columns, values the first
-512 of the same bytes. The results of 64 rows x 512 float32 do not fit one warpgroup: each of two holds 256 columns. The
-first makes the scores and the softmax, and hands probabilities (16 bits) and rescaling factors over in shared memory.
-Partial results are merged in order by the inherited `combine_few` and `combine_many`, half of the columns a CTA.
+One latent head serves all query heads, so row r of a request is token * heads + head, and its query rows lie together
+in memory. A CTA holds 64 of them and walks its stretch of the schedule (`attention.schedule`): one producer warp
+streams tiles of 64 latents (512 + 64 channels) through TMA, another the queries. Keys are a tile's 576 columns, values
+the first 512 of the same bytes. The results of 64 rows x 512 float32 do not fit one warpgroup: each of two holds 256
+columns. The first makes the scores and the softmax, and hands probabilities (16 bits) and rescaling factors over in
+shared memory. Partial results are merged in order by the inherited `combine_few` and `combine_many`, half of the
+columns a CTA.
 
-**Budget.** Shared memory: queries 72 KiB, two tiles 144 KiB, probabilities 8 KiB, factors, sums and barriers under 1 KiB:
-225 KiB of 227. Registers of a consumer thread: 128 of results and, in the first warpgroup, 32 of scores, of 240; a
-producer's: 24. Matrix units: 36 products m64n64k16 of 32 cycles and 8 m64n256k16 of 128, 2176 cycles a tile; at 4.5 TB/s
-over 132 multiprocessors of 1.755 GHz a tile of 73,728 B takes 3800. So 64 rows are bound by memory, and the products
-need no overlap with the softmax (about 600 cycles).
+**Budget.** Shared memory: queries 72 KiB, two tiles 144 KiB, probabilities 8 KiB, factors, sums and barriers under 1
+KiB: 225 KiB of 227. Registers of a consumer thread: 128 of results and, in the first warpgroup, 32 of scores, of 240; a
+producer's: 24. Matrix units: 36 products m64n64k16 of 32 cycles and 8 m64n256k16 of 128, 2176 cycles a tile; at 4.5
+TB/s over 132 multiprocessors of 1.755 GHz a tile of 73,728 B takes 3800. So 64 rows are bound by memory, and the
+products need no overlap with the softmax (about 600 cycles).
 
-**Floors and predictions, before any measurement**, 6 heads (a TP16 rank of Kimi-K3), one layer, us, for Q = 1, 8, 16, 32
-new tokens (6, 48, 96, 192 rows). Floor: the larger of latents' bytes / 4.5 TB/s and flops of the rows / 790 TFLOP/s.
-Predicted, by `eval.bench_latent.predicted_us`: 3 us of latencies and launches; tiles at 2800 cycles, at 4.0 TB/s of memory
-or at 5.5 TB/s of L2, whichever is slowest; partial results of shared requests written and read at 4 TB/s.
+**Floors and predictions, before any measurement**, 6 heads (a TP16 rank of Kimi-K3), one layer, us, for Q = 1, 8, 16,
+32 new tokens (6, 48, 96, 192 rows). Floor: the larger of latents' bytes / 4.5 TB/s and flops of the rows / 790 TFLOP/s.
+Predicted, by `eval.bench_latent.predicted_us`: 3 us of latencies and launches; tiles at 2800 cycles, at 4.0 TB/s of
+memory or at 5.5 TB/s of L2, whichever is slowest; partial results of shared requests written and read at 4 TB/s.
 
 | context | R=1: floor | predicted | R=8: floor | predicted | R=32: floor | predicted |
 |---|---|---|---|---|---|---|
@@ -61,8 +62,8 @@ READY, FREE, TURN = 4, 5, 6  # named barriers: probabilities written, probabilit
 
 
 class LatentAttention(VerifyAttention):
-    """One compiled variant. heads: 1 to 16 query heads; page_size 16 to 128; mask "tree" or "causal"; blocks: CTAs abreast,
-    each with its own 64 rows; run: tiles that the schedule keeps together, so that short contexts have fewer parts."""
+    """One compiled variant. heads: 1 to 16 query heads; page_size 16 to 128; mask "tree" or "causal"; blocks: CTAs
+    abreast, each with its own 64 rows; run: tiles that the schedule keeps together, so that short contexts have fewer parts."""
 
     def __init__(
         self, dtype: type[cutlass.Numeric], heads: int, page_size: int, mask: str, *, blocks: int, run: int
@@ -252,7 +253,7 @@ class LatentAttention(VerifyAttention):
         unit: Int32,
         rank: Int32,
     ) -> None:
-        """64 rows from a segment's first on. Those past the request's end are another's, or zeros; nothing stores them."""
+        """64 rows from a segment's first on. Past the request's end: another's rows, or zeros, which nothing stores."""
         cute.arch.griddepcontrol_wait()
         segment_count = segments[unit, 11]
         count = Int32(0)
@@ -424,7 +425,7 @@ class LatentAttention(VerifyAttention):
         log2_scale: Float32,
         masked: cutlass.Constexpr[bool],
     ) -> None:
-        """Scores and softmax of one tile by the first warpgroup, then both multiply its values. valid: keys that live."""
+        """Scores and softmax of one tile by the first warpgroup, then both multiply its values. valid: live keys."""
         stage, phase = index % STAGES, (index // STAGES) & 1
         cute.arch.mbarrier_wait(full + stage, phase)
         if wg == 0:
