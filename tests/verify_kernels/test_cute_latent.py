@@ -1,4 +1,4 @@
-"""Latent attention for Hopper: what the compiler says, and its tile schedule, masks and merge, step by step, in float64.
+"""Latent attention for Hopper: what the compiler says, and its tile schedule, masks and merge in float64.
 
 There is no GPU here and no emulator of warpgroups: `transcribed` walks the very table of `attention.schedule` as the
 kernel does (tiles, masks, clearing, partial results, merge) in NumPy, against the reference.
@@ -48,11 +48,14 @@ def test_compiles_without_spills_or_serialised_products(variant, tmp_path):
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.", text)) == (boxes + 1) * LATENT_WIDTH // 64
 
 
-def transcribed(variant: LatentVariant, batch, q: np.ndarray, pages: np.ndarray, scale: float, units: int) -> np.ndarray:
-    """q [N, H, W], pages [P, page, 1, W] -> [N, H, rank], as the kernel's units compute it. NaN where nothing is stored."""
+def transcribed(
+    variant: LatentVariant, batch, q: np.ndarray, pages: np.ndarray, scale: float, units: int
+) -> np.ndarray:
+    """q [N, H, W], pages [P, page, 1, W] -> [N, H, rank], as the kernel's units do it. NaN where nothing is stored."""
     constants = vars(plan_variant(variant, SETUP))
     table = schedule(
-        batch.context_lens, batch.request_offsets, batch.num_tokens, units=units, first_query=batch.first_query, **constants
+        batch.context_lens, batch.request_offsets, batch.num_tokens,
+        units=units, first_query=batch.first_query, **constants,
     ).tolist()
     page_table, heads, rank, width = batch.page_table.numpy(), variant.heads, q.shape[2] - 64, q.shape[2]
     flat_q, out = q.reshape(-1, width), np.full((len(q) * heads, rank), np.nan)
@@ -93,7 +96,8 @@ def transcribed(variant: LatentVariant, batch, q: np.ndarray, pages: np.ndarray,
                                 if variant.mask == "tree":
                                     word = 0
                                     if token < q_len:
-                                        word = int(batch.ancestor_masks[q_start + token]) & ((2 << before + q_len - 1) - 1)
+                                        word = int(batch.ancestor_masks[q_start + token])
+                                        word &= (2 << before + q_len - 1) - 1
                                     seen = new < 0 or (new < 64 and word >> new & 1)
                                 else:
                                     seen = new < before + min(token + 1, q_len)
@@ -111,7 +115,8 @@ def transcribed(variant: LatentVariant, batch, q: np.ndarray, pages: np.ndarray,
                     out[at : at + own] = o[:own] / total[:own, None]
                 else:
                     index = slot * variant.blocks + cta
-                    partial[index, :own], stats[index, :own, 0], stats[index, :own, 1] = o[:own], top[:own] * log2_scale, total[:own]
+                    partial[index, :own] = o[:own]
+                    stats[index, :own] = np.stack((top[:own] * log2_scale, total[:own]), 1)
     for unit in range(units):  # the merge: whoever continues a work takes rows of it
         s = table[unit]
         if s[11] == 0 or s[6] == 0:

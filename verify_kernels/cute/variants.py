@@ -197,5 +197,6 @@ class LatentVariant:
 
 
 AnyVariant = (
-    Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant | LatentVariant
+    Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant
+    | LatentVariant
 )

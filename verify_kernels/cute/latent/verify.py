@@ -63,7 +63,8 @@ READY, FREE, TURN = 4, 5, 6  # named barriers: probabilities written, probabilit
 
 class LatentAttention(VerifyAttention):
     """One compiled variant. heads: 1 to 16 query heads; page_size 16 to 128; mask "tree" or "causal"; blocks: CTAs
-    abreast, each with its own 64 rows; run: tiles that the schedule keeps together, so that short contexts have fewer parts."""
+    abreast, each with its own 64 rows; run: tiles that the schedule keeps together, so that short contexts have fewer
+    parts."""
 
     def __init__(
         self, dtype: type[cutlass.Numeric], heads: int, page_size: int, mask: str, *, blocks: int, run: int
