@@ -71,7 +71,7 @@ class Drafter(Protocol):
     """Whether it can draw its drafts and return `DraftTree.probs`; if not, every tree it makes is deterministic."""
     taps: tuple[int, ...]
     """Decoder layers of the target whose outputs it needs as features (0-based output of layer i, -1 for the
-    embeddings); () for none."""
+    embeddings; `drafters.taps.Mixed`: what layer i + 1 reads); () for none."""
     lookahead: int
     """Cache slots past the context that its own passes write, whatever the tree: the engine has them ready."""
     kv: KVCache | None

@@ -31,7 +31,8 @@ class Model(Protocol):
         """One pass over N new tokens, which are written to the cache.
 
         Returns (hidden [N, H] after the final norm, features [N, len(taps) * H] or None): features are the raw outputs
-        (residual stream) of decoder layers `taps`, -1 being the embeddings, concatenated in that order.
+        (residual stream) of decoder layers `taps`, -1 being the embeddings, concatenated in that order. Where layers
+        attend over depth, `drafters.taps.Mixed` says what else such a number can mean.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

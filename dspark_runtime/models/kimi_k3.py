@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from drafters.taps import Mixed
 from dspark_runtime.cost.facts import Architecture, DenseMlp, Kda, Mla, Moe, Situ, load_architecture
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.forced_routing import ForcedRouting
@@ -413,9 +414,12 @@ class KimiK3:
 
     @torch.inference_mode()
     def forward(self, batch: PassBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """See `Model.forward`. A tapped feature is the sum that follows the layer, without the finished blocks before
-        it, as drafters of this model are fed by default. Raises ConfigError for a tap that is no layer, and for a pass
-        that names no rows of states."""
+        """See `Model.forward`. A tapped feature is what vLLM 0.33 hands to drafters by default (prefix_only): the sum
+        since the layer's block began, its own attention and MLP included, without the finished blocks before; Inferact's
+        drafter is served with it. A `Mixed` tap is what vLLM hands over with VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1 and
+        SGLang always: the mixture of that sum and the blocks that the next layer's attention reads (after the last
+        layer, the model's output), before the norm; RadixArk's was trained on it. Raises ConfigError for a tap that is
+        no layer, and for a pass that names no rows of states."""
         c, eps = self.config, self.config.rms_norm_eps
         if any(not -1 <= tap < self.num_layers for tap in taps):
             raise ConfigError(
@@ -432,6 +436,8 @@ class KimiK3:
 
         blocks: list[Tensor] = []  # the residual stream where each block of layers began
         tapped: dict[int, Tensor] = {}
+        mixed = {int(tap) for tap in taps if isinstance(tap, Mixed)}
+        readers = [layer.before_mixer for layer in self.layers[1:]] + [self.output]
         since = tapped[-1] = self._embed(batch.token_ids)  # what was added since then
         for i, layer in enumerate(self.layers):
             x = _mix(since, blocks, layer.before_mixer, eps)
@@ -451,7 +457,7 @@ class KimiK3:
             else:
                 y = self._moe(x, layer.ffn, batch, None if forced is None else forced[len(batch.experts)])
             since = since + self._sum(y, "mlp")
-            tapped[i] = since
+            tapped[i] = _mix(since, blocks, readers[i], eps, normed=False) if i in mixed else since
         hidden = _mix(since, blocks, self.output, eps)
         return hidden, torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
 
@@ -544,8 +550,8 @@ class KimiK3:
         return first.long(), value[:, 0].float()
 
 
-def _mix(since: Tensor, blocks: list[Tensor], w: Residual, eps: float) -> Tensor:
-    return ops.attention_residual(since, blocks, w.norm, w.score, eps, w.out_norm)
+def _mix(since: Tensor, blocks: list[Tensor], w: Residual, eps: float, normed: bool = True) -> Tensor:
+    return ops.attention_residual(since, blocks, w.norm, w.score, eps, w.out_norm if normed else None)
 
 
 def _residual(take: Take, name: str, out_norm: str) -> Residual:

@@ -46,13 +46,14 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def attention_residual(
-    prefix: Tensor, blocks: list[Tensor], norm: Tensor, score: Tensor, eps: float, out_norm: Tensor
+    prefix: Tensor, blocks: list[Tensor], norm: Tensor, score: Tensor, eps: float, out_norm: Tensor | None
 ) -> Tensor:
     """Attention over the depth of the network in place of a residual stream, then the norm before the next layer.
 
     Sources are the residual stream at the start of each finished block of layers, blocks [N, H] each, and the sum of
     what came since, prefix [N, H]. Source s scores rms_norm(s) * norm . score; the softmax over sources mixes them
-    as they are. norm, score [H] -> rms_norm(mix) * out_norm, [N, H] in prefix's dtype. One rounding, at the end.
+    as they are. norm, score [H] -> rms_norm(mix) * out_norm, [N, H] in prefix's dtype (out_norm None: the mix itself).
+    One rounding, at the end.
 
     Follows vLLM 0.33 (models/kimi_k3/nvidia/ops/attn_res.py). There the final norm of the model rounds the mix first.
     """
@@ -61,5 +62,6 @@ def attention_residual(
     rms = torch.rsqrt(sources.square().mean(-1) + eps)
     weights = ((sources @ (norm.to(wide) * score.to(wide))) * rms).softmax(-1)
     mixed = torch.einsum("ns,nsh->nh", weights, sources)
-    mixed = mixed * torch.rsqrt(mixed.square().mean(-1, keepdim=True) + eps) * out_norm.to(wide)
+    if out_norm is not None:
+        mixed = mixed * torch.rsqrt(mixed.square().mean(-1, keepdim=True) + eps) * out_norm.to(wide)
     return mixed.to(prefix.dtype)
