@@ -37,6 +37,8 @@ def variants(targets: Sequence[str], drafter: str | None, dtype: str, page_size:
         found += linears_of(kind, transformer.products(c))
         if drafter is not None:
             d = drafter_config(drafter, target, c)
+            if d.mla is not None:
+                raise ConfigError(f"drafter: {drafter} has mla layers, allowed: qwen3 and llama (others have no kernels)")
             shape = (kind, d.head_dim, d.num_attention_heads, d.num_key_value_heads, page_size)
             if d.kind == "eagle3":  # its own trees, of any size
                 found += variants_of(*shape, d.qk_norm)

@@ -30,6 +30,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "rms_norm": elementwise.rms_norm,
     "add_rms_norm": elementwise.add_rms_norm,
     "silu_and_mul": elementwise.silu_and_mul,
+    "rope": elementwise.rope,
     "linear": _linear.linear,
     "linear_silu_and_mul": _linear.linear_silu_and_mul,
     "linear_add_rms_norm": _linear.linear_add_rms_norm,
@@ -153,6 +154,7 @@ embedding = _op("embedding")
 rms_norm = _op("rms_norm")
 add_rms_norm = _op("add_rms_norm")
 silu_and_mul = _op("silu_and_mul")
+rope = _op("rope")
 linear = _op("linear")
 linear_silu_and_mul = _op("linear_silu_and_mul")
 linear_add_rms_norm = _op("linear_add_rms_norm")

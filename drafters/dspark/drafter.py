@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.base import BatchState
 from drafters.children import draw, levels
-from drafters.dspark.network import DraftNetwork
+from drafters.dspark.network import Attend, DraftNetwork
 from drafters.suffix import continuations
 from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
@@ -78,21 +78,27 @@ class BlockDrafter:
         self.vocab_size: int = c.vocab_size
         self.max_depth = c.num_drafts
         self.lookahead = c.block_size
-        self.taps = c.taps
+        self.taps = c.tapped
         self.candidates = min(candidates, c.draft_vocab_size)
         self.grow, self.confidence, self.stop_below, self.suffix = grow, confidence, stop_below, suffix
         # Positions go where the target's go: past its own trained range a drafter gets worse, never wrong.
         self.max_positions = target.max_model_len
-        self._cos_sin = cos_sin_table(c, self.max_positions, target.device)
+        self._cos_sin = self._cos_sin_table(target.device)
         self.cache: KVCache | None = None
 
     def allocate(self, pages: int, page_size: int, device: torch.device) -> None:
-        c, weight = self.config, self.network.fc
+        weight = self.network.fc
         if weight.device != device:
             raise ValueError(f"device: {self.name} is on {weight.device}, expected the target's, {device}")
-        self.cache = KVCache.allocate(
-            c.num_hidden_layers, pages, page_size, c.num_key_value_heads, c.head_dim, weight.dtype, device
-        )
+        self.cache = self._cache(pages, page_size, weight.dtype, device)
+
+    def _cos_sin_table(self, device: torch.device) -> Tensor:
+        return cos_sin_table(self.config, self.max_positions, device)
+
+    def _cache(self, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVCache:
+        c = self.config
+        shape = (c.num_hidden_layers, pages, page_size, c.num_key_value_heads, c.head_dim)
+        return KVCache.allocate(*shape, dtype, device)
 
     @torch.inference_mode()
     def prefill(self, batch: PassBatch, features: Tensor) -> None:
@@ -139,8 +145,11 @@ class BlockDrafter:
 
     def _block(self, state: BatchState, roots: Tensor) -> Tensor:
         """Hidden states [R, block_size, d] after the final norm: every slot sees the context and the whole block."""
+        return self.network.block(roots, self._attention(self._batch(state, self.config.block_size)))
+
+    def _attention(self, batch: PassBatch) -> Attend:
+        """What `DraftNetwork.run` asks for, over the pages and the block."""
         c, cache = self.config, self.cache
-        batch = self._batch(state, c.block_size)
         plans = {w: ops.plan_attention(batch, cache.page_size, mask="full", window=w) for w in set(c.windows) or {0}}
 
         def attend(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -150,7 +159,7 @@ class BlockDrafter:
             planned = replace(batch, plan=plans[window])
             return ops.paged_tree_attention(q, *pages, planned, scale=c.head_dim**-0.5, mask="full", window=window)
 
-        return self.network.block(roots, attend)
+        return attend
 
     def _batch(self, state: BatchState, width: int, kept: Tensor | None = None) -> PassBatch:
         """`width` tokens behind each request's context, of which kept [R] are written (None: all). Token ids are none:

@@ -51,7 +51,7 @@ class Eagle3Drafter:
         self.candidates, self.grow, self.suffix = min(candidates, c.draft_vocab_size), grow, suffix
         self.network, self.name = network, name
         self.vocab_size: int = c.vocab_size
-        self.taps = c.taps
+        self.taps = c.tapped
         self.max_positions = target.max_model_len
         self._cos_sin = cos_sin_table(c, self.max_positions, target.device)
         self.cache: KVCache | None = None

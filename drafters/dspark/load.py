@@ -16,12 +16,14 @@ from drafters.dspark.config import DrafterConfig
 from drafters.dspark.dialects import parse
 from drafters.dspark.drafter import BlockDrafter
 from drafters.dspark.eagle3 import Eagle3Drafter
+from drafters.dspark.latent_drafter import LatentBlockDrafter
 from drafters.dspark.network import DraftNetwork, tensor_shapes
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 """The drafters that ship with this package, each in a folder of its name."""
 
 _PREFIXES = (("model.", ""), ("midlayer.", "layers.0."))
+_MLA = (("context_proj.", "fc."), ("context_norm.", "hidden_norm."), ("final_norm.", "norm."))
 _TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_embedding")
 _IGNORED = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -48,8 +50,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def canonical(name: str) -> str:
     """A checkpoint's tensor name as DeepSpec writes it."""
-    for old, new in _PREFIXES:
+    for old, new in (*_PREFIXES, *_MLA):
         name = new + name.removeprefix(old) if name.startswith(old) else name
+    return name
+
+
+def _spelled(c: DrafterConfig, name: str) -> str:
+    """A tensor's name as the drafter's own dialect has it: `canonical` backwards, for errors."""
+    for old, new in _MLA if c.layers == "mla" else ():
+        name = old + name.removeprefix(new) if name.startswith(new) else name
     return name
 
 
@@ -81,10 +90,10 @@ def load_network(folder: str | Path, target: Any) -> DraftNetwork:
     path = folder / "config.json"
     config = parse(read_config(folder), str(path), target.num_layers)
     _check_target(config, target, path)
-    if config.layers in ("mla", "gemma4"):
+    if config.layers == "gemma4":
         raise ValueError(
             f"{path}: architectures: found a {config.kind} drafter with {config.layers} layers, which are not built; "
-            "allowed: layers of the qwen3 and llama design"
+            "allowed: layers of the qwen3, llama and mla design"
         )
     return build(config, read_tensors(folder), target, str(folder))
 
@@ -110,7 +119,13 @@ def load_drafter(folder: str | Path, target: Any, **options: Any) -> Drafter:
         for option in options.keys() & {"confidence", "stop_below", "temperatures"}:
             raise ValueError(f"{option}: not an option of {name}, which has no confidence head")
         return Eagle3Drafter(network, target, name, **options)
-    return BlockDrafter(network, target, name, **options)
+    return block_drafter(network, target, name, **options)
+
+
+def block_drafter(network: DraftNetwork, target: Any, name: str, **options: Any) -> BlockDrafter:
+    """The drafter of a DSpark or DFlash network, with the cache that its layers need."""
+    made = BlockDrafter if network.config.mla is None else LatentBlockDrafter
+    return made(network, target, name, **options)
 
 
 def dummy_drafter(config: DrafterConfig, target: Any, name: str, seed: int, own: Sequence[str] = ()) -> BlockDrafter:
@@ -132,7 +147,7 @@ def dummy_drafter(config: DrafterConfig, target: Any, name: str, seed: int, own:
     tables = {"embed_tokens": config.vocab_size, "lm_head": config.draft_vocab_size}
     shapes |= {f"{table}.weight": (tables[table], config.hidden_size) for table in own}
     tensors = {key: draw(key, shape) for key, shape in shapes.items()}
-    return BlockDrafter(build(config, tensors, target, name), target, f"{config.kind}:{name}")
+    return block_drafter(build(config, tensors, target, name), target, f"{config.kind}:{name}")
 
 
 def _check_target(c: DrafterConfig, target: Any, path: Path | str) -> None:
@@ -142,7 +157,7 @@ def _check_target(c: DrafterConfig, target: Any, path: Path | str) -> None:
         ("target_hidden_size", c.target_hidden_size, hidden),
         ("num_target_layers", c.num_target_layers or target.num_layers, target.num_layers),
     ):
-        if found != expected and not (field == "num_target_layers" and c.layers == "mla"):
+        if found != expected:
             raise ValueError(f"{path}: {field}: found {found}, expected {expected}, that of the target {target.name}")
     if max(c.taps) >= target.num_layers:
         raise ValueError(
@@ -158,13 +173,15 @@ def check_tensors(c: DrafterConfig, tensors: Mapping[str, Tensor], source: str) 
     """
     shapes = tensor_shapes(c)
     for key in tensors:
-        if key not in shapes and key not in _TABLES and not key.endswith(_IGNORED):
-            raise ValueError(f"{source}: {key}: not a tensor of a {c.kind} drafter in the {c.dialect} dialect")
+        unread = c.dialect == "k3" and c.confidence == "none" and key.startswith("confidence_head.")
+        if key not in shapes and key not in _TABLES and not key.endswith(_IGNORED) and not unread:
+            name = _spelled(c, key)
+            raise ValueError(f"{source}: {name}: not a tensor of a {c.kind} drafter in the {c.dialect} dialect")
     for key, shape in shapes.items():
-        _take(tensors, key, shape, source)
+        _take(tensors, key, shape, source, c)
     for key, rows in (("embed_tokens.weight", c.vocab_size), ("lm_head.weight", c.draft_vocab_size)):
         if key in tensors:
-            _take(tensors, key, (rows, c.hidden_size), source)
+            _take(tensors, key, (rows, c.hidden_size), source, c)
     mask = tensors.get("mask_embedding")
     if mask is not None and mask.numel() != c.hidden_size:
         raise ValueError(f"{source}: mask_embedding: found {mask.numel()} entries, expected {c.hidden_size}")
@@ -172,14 +189,15 @@ def check_tensors(c: DrafterConfig, tensors: Mapping[str, Tensor], source: str) 
     return shapes
 
 
-def _take(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], source: str) -> Tensor:
+def _take(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], source: str, c: DrafterConfig) -> Tensor:
+    name = f"{source}: {_spelled(c, key)}"
     if key not in tensors:
-        raise ValueError(f"{source}: {key}: missing, expected shape {list(shape)}")
+        raise ValueError(f"{name}: missing, expected shape {list(shape)}")
     found = tensors[key]
     if tuple(found.shape) != shape:
-        raise ValueError(f"{source}: {key}: found shape {list(found.shape)}, expected {list(shape)}")
+        raise ValueError(f"{name}: found shape {list(found.shape)}, expected {list(shape)}")
     if not found.is_floating_point():
-        raise ValueError(f"{source}: {key}: found dtype {found.dtype}, expected a floating-point type")
+        raise ValueError(f"{name}: found dtype {found.dtype}, expected a floating-point type")
     return found
 
 
@@ -188,7 +206,7 @@ def build(c: DrafterConfig, tensors: Mapping[str, Tensor], target: Any, source: 
     device, dtype = target.device, target.dtype
 
     def take(key: str, shape: tuple[int, ...]) -> Tensor:
-        return _take(tensors, key, shape, source).to(device=device, dtype=dtype)
+        return _take(tensors, key, shape, source, c).to(device=device, dtype=dtype)
 
     def table(key: str, rows: int, shared: Tensor) -> Tensor:
         shape = (rows, c.hidden_size)

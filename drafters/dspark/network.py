@@ -11,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drafters.dspark import latent
 from drafters.dspark.config import DrafterConfig
 from drafters.dspark.heads import ConfidenceHead, MarkovHead
 from verify_kernels import ops
 from verify_kernels.layouts import apart, interleave
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 """attend(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]: norms of q and k (the layer's `q_norm` and
-`k_norm`), rotary embedding, attention."""
+`k_norm`), rotary embedding, attention. Latent layers have attend(layer, *`LatentLayer.project`) -> [N, H, V], see
+there."""
 
 
 def layer_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -27,6 +29,9 @@ def layer_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     wide = 2 * d if c.kind == "eagle3" else d
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
+    mlp = {"mlp.gate_proj.weight": (i, d), "mlp.up_proj.weight": (i, d), "mlp.down_proj.weight": (d, i)}
+    if c.mla is not None:
+        return shapes | latent.shapes(c) | mlp
     if c.kind == "eagle3":
         shapes["hidden_norm.weight"] = (d,)
     for name, rows, columns in (("q", q, wide), ("k", kv, wide), ("v", kv, wide), ("o", d, q)):
@@ -35,11 +40,7 @@ def layer_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"self_attn.{name}_proj.bias"] = (rows,)
     if c.qk_norm:
         shapes |= {"self_attn.q_norm.weight": (c.head_dim,), "self_attn.k_norm.weight": (c.head_dim,)}
-    return shapes | {
-        "mlp.gate_proj.weight": (i, d),
-        "mlp.up_proj.weight": (i, d),
-        "mlp.down_proj.weight": (d, i),
-    }
+    return shapes | mlp
 
 
 def tensor_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
@@ -66,6 +67,8 @@ def tensor_shapes(c: DrafterConfig) -> dict[str, tuple[int, ...]]:
 def products(c: DrafterConfig) -> list[tuple[tuple[int, int], tuple[str, ...]]]:
     """The matrix products of drafting: shape [N, K] of the weights, and what may be fused into each (see
     `verify_kernels.cute.linear.run.choose`)."""
+    if c.mla is not None:
+        raise ValueError("drafter: found mla layers, allowed: qwen3 and llama layers (no kernels are built for others)")
     shapes, d, bias = tensor_shapes(c), c.hidden_size, ("bias",) if c.attention_bias else ()
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     wide = shapes.get("layers.0.self_attn.q_proj.weight", (q, d))[1]
@@ -119,6 +122,25 @@ class DraftLayer(nn.Module):
         return k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.head_dim))
 
 
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What the layer was made of, under DeepSpec's names; None for what it does not have."""
+        sizes = [self.q_size, self.kv_size, self.kv_size]
+        found = {
+            "input_layernorm.weight": self.input_norm,
+            "post_attention_layernorm.weight": self.post_norm,
+            "hidden_norm.weight": self.hidden_norm,
+            "self_attn.o_proj.weight": self.o,
+            "self_attn.o_proj.bias": self.o_bias,
+            "self_attn.q_norm.weight": self.q_norm,
+            "self_attn.k_norm.weight": self.k_norm,
+        }
+        found |= zip((f"self_attn.{x}_proj.weight" for x in "qkv"), self.qkv.split(sizes))
+        if self.qkv_bias is not None:
+            found |= zip((f"self_attn.{x}_proj.bias" for x in "qkv"), self.qkv_bias.split(sizes))
+        gate, up = apart(self.gate_up)
+        return found | {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": self.down}
+
+
 class DraftNetwork(nn.Module):
     """A DSpark, DFlash or EAGLE-3 draft network of any published dialect (fact sheet §1.2, §1.12).
 
@@ -141,8 +163,9 @@ class DraftNetwork(nn.Module):
         get = tensors.get
         self.fc, self.norm = nn.Parameter(tensors["fc.weight"]), nn.Parameter(tensors["norm.weight"])
         self.hidden_norm = _parameter(get("hidden_norm.weight"))
+        layer = DraftLayer if c.mla is None else latent.LatentLayer
         self.layers = nn.ModuleList(
-            DraftLayer(c, lambda name, i=i: get(f"layers.{i}.{name}")) for i in range(c.num_hidden_layers)
+            layer(c, lambda name, i=i: get(f"layers.{i}.{name}")) for i in range(c.num_hidden_layers)
         )
         self._context: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self.markov = self.confidence = None
@@ -183,6 +206,19 @@ class DraftNetwork(nn.Module):
         kv = ops.linear(fused, weight, bias)
         return kv.view(-1, len(self.layers), 2, self.config.num_key_value_heads, self.config.head_dim), norms
 
+    def latents(self, fused: Tensor) -> tuple[Tensor, Tensor]:
+        """As `context`, of latent layers -> (latents after their norms [N, L, rank], the keys' own channels before
+        their rotation [N, L, R])."""
+        m = self.config.mla
+        if self._context is None:
+            self._context = (torch.cat([layer.in_proj[m.q_lora_rank :] for layer in self.layers]), None, None)
+        both = ops.linear(fused, self._context[0]).unflatten(-1, (-1, m.width))
+        normed = [
+            ops.rms_norm(both[:, i, : m.kv_lora_rank], layer.kv_norm, self.config.rms_norm_eps)
+            for i, layer in enumerate(self.layers)
+        ]
+        return torch.stack(normed, dim=1), both[..., m.kv_lora_rank :]
+
     def block_input(self, anchors: Tensor, slots: int) -> Tensor:
         """[anchor, mask, mask, ...] for each anchor: ids [R] -> [R * slots, d]."""
         first = ops.embedding(anchors, self.embed)[:, None]
@@ -194,8 +230,7 @@ class DraftNetwork(nn.Module):
         hidden before it), both [N, d]."""
         eps = self.config.rms_norm_eps
         for i, layer in enumerate(self.layers):
-            q, k, v = layer.project(x)
-            x = attend(i, q, k, v).flatten(1)
+            x = attend(i, *layer.project(x)).flatten(1)
             x, residual = ops.linear_add_rms_norm(x, layer.o, layer.o_bias, residual, layer.post_norm, eps)
             x = ops.linear_silu_and_mul(x, layer.gate_up)
             norm = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
@@ -236,22 +271,7 @@ class DraftNetwork(nn.Module):
         c = self.config
         found = {"fc.weight": self.fc, "norm.weight": self.norm, "hidden_norm.weight": self.hidden_norm}
         for i, layer in enumerate(self.layers):
-            sizes = (layer.q_size, layer.kv_size, layer.kv_size)
-            flat = {
-                "input_layernorm.weight": layer.input_norm,
-                "hidden_norm.weight": layer.hidden_norm,
-                "post_attention_layernorm.weight": layer.post_norm,
-                "self_attn.o_proj.weight": layer.o,
-                "self_attn.o_proj.bias": layer.o_bias,
-                "self_attn.q_norm.weight": layer.q_norm,
-                "self_attn.k_norm.weight": layer.k_norm,
-                "mlp.down_proj.weight": layer.down,
-            }
-            flat |= zip((f"self_attn.{x}_proj.weight" for x in "qkv"), layer.qkv.split(sizes))
-            if layer.qkv_bias is not None:
-                flat |= zip((f"self_attn.{x}_proj.bias" for x in "qkv"), layer.qkv_bias.split(sizes))
-            flat |= zip(("mlp.gate_proj.weight", "mlp.up_proj.weight"), apart(layer.gate_up))
-            found |= {f"layers.{i}.{name}": tensor for name, tensor in flat.items()}
+            found |= {f"layers.{i}.{name}": tensor for name, tensor in layer.tensors().items()}
         if self.markov is not None:
             m, extra = self.markov, "gate_proj" if self.markov.kind == "gated" else "joint_proj"
             found |= {"markov_head.markov_w1.weight": m.w1, "markov_head.markov_w2.weight": m.w2}

@@ -415,8 +415,8 @@ class KimiK3:
     @torch.inference_mode()
     def forward(self, batch: PassBatch, cache: KVCache, taps: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """See `Model.forward`. A tapped feature is what vLLM 0.33 hands to drafters by default (prefix_only): the sum
-        since the layer's block began, its own attention and MLP included, without the finished blocks before; Inferact's
-        drafter is served with it. A `Mixed` tap is what vLLM hands over with VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1 and
+        since the layer's block began, its own attention and MLP included, without the finished blocks before;
+        Inferact's drafter is served with it. A `Mixed` tap is what vLLM hands over with VLLM_KIMI_K3_AUX_ATTN_RES_STREAM=1 and
         SGLang always: the mixture of that sum and the blocks that the next layer's attention reads (after the last
         layer, the model's output), before the norm; RadixArk's was trained on it. Raises ConfigError for a tap that is
         no layer, and for a pass that names no rows of states."""
