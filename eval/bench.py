@@ -206,7 +206,7 @@ def dummy_drafter(name: str, target: Target, config: BenchConfig) -> object:
     from drafters.dspark.load import dummy_drafter
     from dspark_runtime.cost.facts import load_architecture
 
-    drafter = drafter_config(name, target.name, target.config)
+    drafter = drafter_config(name, target.config)
     if config.weights != "dummy":
         raise ConfigError(f"drafter: {name} is an architecture without weights; add --weights dummy for timing")
     d = load_architecture(name).drafter
@@ -214,15 +214,16 @@ def dummy_drafter(name: str, target: Target, config: BenchConfig) -> object:
     return dummy_drafter(drafter, target.model, name, config.seed, own)
 
 
-def drafter_config(name: str, target: str, config: ModelConfig | KimiK3Config) -> DrafterConfig:
+def drafter_config(name: str, config: ModelConfig | KimiK3Config) -> DrafterConfig:
     """The network of a DSpark, DFlash or EAGLE-3 drafter: of a checkpoint, or of an architecture of configs/models around
-    a target of this shape. What the latter's file leaves open is the target's (rotary embedding, norms' epsilon) or as
-    published (taps spread evenly). Raises ConfigError, ValueError."""
-    from drafters.dspark.config import DrafterConfig
+    a target of this shape. What the latter's file leaves open is the target's (norms' epsilon, rotary embedding where it
+    has one) or as published (taps spread evenly). Raises ConfigError, ValueError."""
+    from drafters.dspark.config import DrafterConfig, Mla
     from drafters.dspark.dialects import parse
     from drafters.dspark.load import locate, read_config
     from dspark_runtime.cost.facts import load_architecture
     from dspark_runtime.models.config import ModelConfig
+    from verify_kernels.rope import Rope
 
     if name not in names("models"):
         folder = locate(name)
@@ -231,28 +232,33 @@ def drafter_config(name: str, target: str, config: ModelConfig | KimiK3Config) -
     if a.drafter is None:
         raise ConfigError(f"drafter: {name} is a target, allowed: draft:{name}, or a drafter of configs/models")
     kinds = [*a.attention.groups, *(["moe"] if a.ffn.moe else [])]
-    if kinds != ["gqa"] or not isinstance(config, ModelConfig):
-        found = ", ".join(kinds) if kinds != ["gqa"] else f"the target {target}"
-        raise ConfigError(f"drafter: {name}: found {found}, allowed: gqa layers on a Llama, Qwen3 or Qwen3-MoE target")
-    d, gqa, depth, vocab = a.drafter, a.attention.gqa, config.num_hidden_layers, a.vocab_size
+    d, depth, vocab = a.drafter, config.num_hidden_layers, a.vocab_size
+    if kinds == ["gqa"]:
+        layers = a.attention.gqa
+        own = dict(layers="qwen3" if layers.qk_norm else "llama", num_key_value_heads=layers.kv_heads)
+        own |= dict(head_dim=layers.head_dim, windows=(layers.window,) * layers.layers if layers.window else ())
+    elif kinds == ["mla"] and not a.attention.mla.gated:
+        layers = a.attention.mla
+        mla = Mla(**{field: getattr(layers, field) for field in Mla.model_fields if hasattr(layers, field)})
+        own = dict(layers="mla", mla=mla, num_key_value_heads=layers.heads, head_dim=mla.head_dim)
+    else:
+        raise ConfigError(f"drafter: {name}: found {', '.join(kinds)}, allowed: gqa, or mla without a gate")
     return DrafterConfig(
         dialect="deepspec",
         kind="dspark",
-        layers="qwen3" if gqa.qk_norm else "llama",
+        **own,
         vocab_size=vocab,
         draft_vocab_size=vocab,
         hidden_size=a.hidden_size,
         intermediate_size=a.ffn.dense.intermediate_size,
-        num_hidden_layers=gqa.layers,
-        num_attention_heads=gqa.heads,
-        num_key_value_heads=gqa.kv_heads,
-        head_dim=gqa.head_dim,
+        num_hidden_layers=layers.layers,
+        num_attention_heads=layers.heads,
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=config.max_position_embeddings,
-        rope=config.rope,
-        windows=(gqa.window,) * gqa.layers if gqa.window else (),
+        rope=config.rope if isinstance(config, ModelConfig) else Rope(),
         target_hidden_size=a.hidden_size,
-        taps=sorted({round(1 + (depth - 4) * i / max(d.taps - 1, 1)) for i in range(d.taps)}),
+        taps=d.target_layer_ids or sorted({round(1 + (depth - 4) * i / max(d.taps - 1, 1)) for i in range(d.taps)}),
+        stream=d.stream,
         block_size=d.num_drafts,
         mask_token_id=0,
         markov_head_type="vanilla" if d.markov_rank else None,

@@ -153,7 +153,7 @@ def model_folder(name: str, method: str, config: BenchConfig, target: Served, fo
     if name in names("models") and (config.weights == "dummy" or not path.is_dir()):
         if config.weights != "dummy":
             raise ConfigError(f"drafter: {name} is an architecture without weights; add --weights dummy for timing")
-        values = drafter_to_hf(bench.drafter_config(name, target.name, target.config))
+        values = drafter_to_hf(bench.drafter_config(name, target.config))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(values, indent=1))
         return folder

@@ -36,7 +36,7 @@ def variants(targets: Sequence[str], drafter: str | None, dtype: str, page_size:
         found += variants_of(kind, c.head_dim, c.num_attention_heads, c.num_key_value_heads, page_size, c.qk_norm)
         found += linears_of(kind, transformer.products(c))
         if drafter is not None:
-            d = drafter_config(drafter, target, c)
+            d = drafter_config(drafter, c)
             if d.mla is not None:
                 raise ConfigError(f"drafter: {drafter} has mla layers, allowed: qwen3 and llama (others have no kernels)")
             shape = (kind, d.head_dim, d.num_attention_heads, d.num_key_value_heads, page_size)

@@ -284,16 +284,27 @@ class Weights(Strict):
 
 
 class DrafterFacts(Strict):
-    """What makes a block drafter of a model. num_drafts: drafts of one pass; taps: target layers whose outputs are
-    projected into the drafter; embedding, lm_head: whether it stores its own (else the target's are used)."""
+    """What makes a block drafter of a model. num_drafts: drafts of one pass; taps: how many target layers' outputs are
+    projected into the drafter; target_layer_ids: which (from 0), where that is known; stream: see
+    `drafters.dspark.config.DrafterConfig`; embedding, lm_head: whether it stores its own (else the target's are used).
+    """
 
     target: str
     num_drafts: int = Field(ge=1)
     taps: int = Field(ge=1)
+    target_layer_ids: tuple[int, ...] = ()
+    stream: Literal["sum", "mixture"] = "sum"
     markov_rank: int = Field(default=0, ge=0)
     confidence_head: bool = False
     embedding: bool = False
     lm_head: bool = False
+
+    @model_validator(mode="after")
+    def _one_id_a_tap(self) -> DrafterFacts:
+        ids = self.target_layer_ids
+        if ids and len(ids) != self.taps:
+            raise ValueError(f"target_layer_ids: found {len(ids)}, allowed: {self.taps}, one for each of the taps")
+        return self
 
 
 class Published(Strict):

@@ -9,13 +9,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from drafters.dspark.network import tensor_shapes
+from drafters.taps import Mixed
 from drafters.tree import TreeSpec
+from dspark_runtime.cost.facts import load_architecture
 from dspark_runtime.errors import ConfigError, DsparkError
 from dspark_runtime.records import StepRecord
 from dspark_runtime.synthetic import SyntheticLaw
 from eval import report
 from eval.bench import (
-    Point, Repeat, acceptance_numbers, bench, finish_row, load, make_drafter, plan, sampling_error, time_numbers,
+    Point, Repeat, acceptance_numbers, bench, drafter_config as shape_of, finish_row, load, make_drafter, plan,
+    sampling_error, time_numbers,
 )  # fmt: skip
 from eval.floor import Ceilings, ModelCost, floor_ms, known_hardware, model_cost
 from dspark_runtime.prompts import encode, load_prompts, random_ids
@@ -267,10 +271,47 @@ def test_a_drafter_of_stated_shape_with_random_weights(tmp_path: Path, monkeypat
     assert a.network.embed is target.model.embed and c.rope == target.config.rope
 
 
+@pytest.mark.parametrize("name", ["kimi-k3-tiny-dspark", "kimi-k3-tiny-dspark-gqa"])
+def test_drafters_of_kimi_k3s_form_with_random_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent layers and layers with heads of their own, behind a target with recurrent and latent layers."""
+    monkeypatch.setattr("eval.floor.measure_ceilings", lambda device, dtype: Ceilings(1.0, 1000.0, "fixed"))
+    monkeypatch.chdir(tmp_path)
+    Path("shallow.yaml").write_text("parents: [-1, 0, 0, 1, 1, 2, 3]\n")
+    changes = dict(target="kimi-k3-tiny", drafter=name, tree="shallow.yaml", num_speculative_tokens="3")
+    run = bench(drafter_config(**changes))
+    _, chain, tree = run.results
+    assert not chain.error and not tree.error and chain.method == f"dspark:{name}"
+    assert chain.spec_decode_acceptance_length == 2 and tree.verified_tokens == 14
+    target = load("kimi-k3-tiny", run.config)
+    drafter = make_drafter(name, target, run.config)
+    assert (drafter.config.mla is None) == name.endswith("gqa") and drafter.max_depth == 7
+    assert list(map(int, drafter.taps)) == [0, 2]
+    assert all(isinstance(tap, Mixed) for tap in drafter.taps) == name.endswith("gqa")
+
+
+def test_kimi_k3s_drafters_have_the_published_shapes() -> None:
+    from dspark_runtime.models.kimi_k3 import kimi_k3_config
+
+    target = kimi_k3_config("kimi-k3")
+    for name, published, taps, stream in (
+        ("kimi-k3-dspark-inferact", 3_562_312_961, (2, 23, 47, 71, 89), "sum"),
+        ("kimi-k3-dspark-radixark", 2_249_289_601, (7, 23, 51, 67, 83), "mixture"),
+    ):
+        config = shape_of(name, target)
+        own = load_architecture(name).drafter.embedding * config.vocab_size * config.hidden_size
+        assert sum(map(math.prod, tensor_shapes(config).values())) + own == published
+        assert (config.taps, config.stream) == (taps, stream)
+
+
 @pytest.mark.parametrize("changes, said", [
     (dict(drafter="tiny"), "drafter: tiny is a target"),
     (dict(drafter="qwen3-8b-dspark"), "vocab_size: found 151936, expected 128"),
-    (dict(drafter="kimi-k3-dspark-inferact"), "found mla, allowed: gqa layers"),
+    (dict(drafter="kimi-k3-dspark-inferact"), "vocab_size: found 163840, expected 128"),
+    (dict(target="kimi-k3-tiny", drafter="kimi-k3-dspark-radixark"), "vocab_size: found 163840, expected 128"),
+    (dict(drafter="kimi-k3-tiny-dspark"), "target layers: found"),
+    (dict(drafter="kimi-k3-tiny"), "drafter: kimi-k3-tiny is a target"),
 ])  # fmt: skip
 def test_a_drafter_that_cannot_be_made_is_named(changes: dict[str, str], said: str) -> None:
     config = drafter_config(**changes)

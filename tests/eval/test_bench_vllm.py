@@ -198,7 +198,7 @@ def test_an_architecture_becomes_a_folder_that_reads_back(tmp_path: Path) -> Non
     found, _ = bench_vllm.speculation(config, target, tmp_path / "drafter")
     assert found == {"method": "dspark", "model": str(tmp_path / "drafter")}
     written = json.loads((tmp_path / "drafter" / "config.json").read_text())
-    assert parse(written, "written") == bench.drafter_config("qwen3-8b-dspark", "qwen3-8b", shape)
+    assert parse(written, "written") == bench.drafter_config("qwen3-8b-dspark", shape)
     with pytest.raises(ConfigError, match="add --weights dummy"):
         bench_vllm.speculation(config.model_copy(update=dict(weights="auto")), target, tmp_path / "drafter")
 
