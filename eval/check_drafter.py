@@ -23,6 +23,7 @@ from drafters.dspark.network import DraftNetwork
 from drafters.tree import DraftTree, TreeSpec
 from dspark_runtime.engine import Engine
 from dspark_runtime.errors import DsparkError
+from dspark_runtime.models.kimi_k3 import KimiK3
 from dspark_runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def neighbours(model: Any, drafter: Any) -> Iterator[tuple[str, str, Any]]:
         other = copy.copy(drafter)
         if shift:
             said["layer ids"] = f"taps {shift:+d}"
-            other.taps = tuple(i + shift for i in c.taps)
+            other.taps = c.model_copy(update=dict(taps=tuple(i + shift for i in c.taps))).tapped
         if anchor != c.sample_from_anchor:
             said["slots"] = f"sample_from_anchor {str(anchor).lower()}"
             other.config = c.model_copy(update=dict(sample_from_anchor=anchor))
@@ -163,6 +164,11 @@ def neighbours(model: Any, drafter: Any) -> Iterator[tuple[str, str, Any]]:
         if said:
             name = ", ".join(said.values())
             yield name, f"{' and '.join(said)} look off by one: {name} matches", other
+    if isinstance(model, KimiK3):  # whose layers attend over depth
+        stream = "sum" if c.stream == "mixture" else "mixture"
+        other = copy.copy(drafter)
+        other.taps = c.model_copy(update=dict(stream=stream)).tapped
+        yield f"stream {stream}", f"the taps are not the stream that it was trained on: the {stream} matches", other
     for name, table in (("LM head", "lm_head"), ("embedding", "embed")):
         own, targets = getattr(network, table), getattr(model, table)
         if table == "lm_head" and network.target_ids is not None:

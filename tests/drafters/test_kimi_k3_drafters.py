@@ -466,6 +466,19 @@ def test_features_pass_the_keys_norm_and_skip_the_layers(tmp_path: Path) -> None
         assert matched(case, drafter) < 0.9
 
 
+@pytest.mark.parametrize("name, other", [("mla", "mixture"), ("gqa", "sum")])
+def test_dspark_check_tries_the_other_stream(name: str, other: str, tmp_path: Path) -> None:
+    from eval.check_drafter import neighbours
+    from tests.drafters.dspark_cases import target as llama
+
+    drafter = make(name).load(tmp_path, target())
+    found = {line: near.taps for line, _, near in neighbours(target(), drafter)}
+    assert found[f"stream {other}"] == drafter.taps == (0, 2)
+    assert all(isinstance(tap, Mixed) == (other == "mixture") for tap in found[f"stream {other}"])
+    assert all(isinstance(tap, Mixed) == (other == "sum") for tap in found["taps +1"])
+    assert not any(line.startswith("stream") for line, _, _ in neighbours(llama(), drafter))
+
+
 def matched(case: Case, drafter: Any) -> float:
     """Share of first drafts and the ones after them that the formulas draft too, over a few contexts."""
     right = []
