@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafters.dspark.dialects import parse
+from tests.drafters.test_dialects import K3
 from tests.verify_kernels.kda_cases import make_pass
 from verify_kernels import ops
 from verify_kernels.reference.recurrence import short_conv
+from verify_kernels.rope import cos_sin_table
 
 PYTHON = os.environ.get("DSPARK_VLLM_PYTHON", "")
 
@@ -29,6 +32,8 @@ def test_operations_equal_those_of_vllm(tmp_path: Path) -> None:
         prefix=(5, hidden), delta=(5, hidden), blocks=(5, 3, hidden), norm=(hidden,), score=(hidden,), out_norm=(hidden,),
     )  # fmt: skip
     t = {name: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    t["rotary_at"] = torch.tensor([0, 1, 2, 5, 11, 20])  # far ones differ by the rounding of frequencies
+    t |= {f"rotary_{x}": torch.randn(6, heads, 64, generator=g) for x, heads in (("q", 3), ("k", 1))}
     save_file(t, tmp_path / "in.safetensors")
     script = Path(__file__).with_name("vllm_kimi_k3.py")
     done = subprocess.run(
@@ -57,3 +62,10 @@ def test_operations_equal_those_of_vllm(tmp_path: Path) -> None:
         t["prefix"] + t["delta"], list(t["blocks"].unbind(1)), t["norm"], t["score"], 1e-5, t["out_norm"]
     )
     near(mixed, "attn_res")
+
+    # Of the MLA drafter, whose rows are reordered from neighbours to halves.
+    c = parse(K3, "x", 93).model_copy(update=dict(head_dim=64))
+    table = cos_sin_table(c, 21, "cpu")
+    for name in ("rotary_q", "rotary_k"):
+        halves = t[name].unflatten(-1, (32, 2)).transpose(-1, -2).flatten(-2)
+        near(ops.rope(halves, t["rotary_at"], table).unflatten(-1, (2, 32)).transpose(-1, -2).flatten(-2), name)

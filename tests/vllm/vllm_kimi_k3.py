@@ -6,7 +6,9 @@ import sys
 import torch
 import triton.language as tl
 from safetensors.torch import load_file, save_file
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.models.kimi_k3.nvidia.ops.attn_res import attn_res
 from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent
 
@@ -40,4 +42,12 @@ found["state"] = state[2].contiguous()
 found["attn_res"] = attn_res(
     t["prefix"], t["delta"], t["blocks"], t["norm"], t["score"], t["out_norm"], t["blocks"].shape[1], -1, 1e-5, 1e-5
 )
+
+rotary = dict(
+    rope_type="deepseek_yarn", rope_theta=50000.0, factor=32.0, original_max_position_embeddings=32768, beta_fast=32,
+    beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
+)  # fmt: skip
+with set_current_vllm_config(VllmConfig()):
+    rope = get_rope(64, 1048576, rope_parameters=rotary, is_neox_style=False, dtype=torch.float32)
+found["rotary_q"], found["rotary_k"] = rope.forward_native(t["rotary_at"], t["rotary_q"], t["rotary_k"])
 save_file(found, sys.argv[2])
