@@ -377,6 +377,17 @@ def test_tensors_round_trip(tmp_path: Path) -> None:
         assert torch.equal(tensor, case.tensors[key]), key
 
 
+def test_kernels_that_do_not_exist_are_not_listed() -> None:
+    from drafters.dspark.network import products
+    from dspark_runtime.errors import ConfigError
+    from eval.kernels import variants
+
+    with pytest.raises(ConfigError, match="kimi-k3-dspark-inferact has mla layers, allowed: qwen3 and llama"):
+        variants(["qwen3-8b"], "kimi-k3-dspark-inferact", "bfloat16", 16)
+    with pytest.raises(ValueError, match="found mla layers"):
+        products(parse(MLA, "x", LAYERS))
+
+
 # -------------------------------------------------------------------------------------------- checkpoints that are off
 
 
