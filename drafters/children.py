@@ -34,16 +34,20 @@ def draw(logits: Tensor, state: BatchState, first: int, count: int) -> tuple[Ten
     width, vocab = logits.shape[1:]
     temperature = state.temperature[:, None, None]
     q = (logits / torch.where(temperature > 0, temperature, 1.0)).softmax(-1)
-    best = torch.zeros_like(q).scatter(-1, logits.argmax(-1, keepdim=True), 1.0)
+    best = logits.topk(min(count, vocab)).indices
     # A broken row (NaN, whose sum is not positive) is greedy too: acceptance needs a distribution.
-    q = law = torch.where((temperature > 0) & (q.sum(-1, keepdim=True) > 0), q, best)
+    warm = (temperature > 0) & (q.sum(-1, keepdim=True) > 0)
+    q = torch.where(warm, q, torch.zeros_like(q).scatter(-1, best[..., :1], 1.0))
     index = first + torch.arange(width, device=logits.device)
-    ids = []
+    key = index[:, None] * vocab + torch.arange(count, device=logits.device)
+    u = rng.uniform(state.seeds[:, None, None], state.num_outputs[:, None, None], rng.DRAFT, key)
+    drawn = rng.sample_distinct(q, u)
+    # Once q is spent, which in a greedy row is after the first child: the best token that is left.
+    ids: list[Tensor] = []
     for rank in range(count):
-        u = rng.uniform(state.seeds[:, None], state.num_outputs[:, None], rng.DRAFT, index * vocab + rank)
-        # Once q is spent, which in a greedy row is after the first child: the best token that is left.
-        ids.append(torch.where(q.amax(-1) > 0, rng.sample(q, u), logits.argmax(-1)))
-        if len(ids) < count:
-            q = q.scatter(-1, ids[-1][..., None], 0.0)
-            logits = logits.scatter(-1, ids[-1][..., None], float("-inf"))
-    return torch.stack(ids, -1), law
+        spare = best
+        if ids:
+            taken = (best[..., None] == torch.stack(ids, -1)[..., None, :]).any(-1)
+            spare = best.gather(-1, (~taken).to(torch.int8).argmax(-1, keepdim=True))
+        ids.append(torch.where(drawn[..., rank] >= 0, drawn[..., rank], spare[..., 0]))
+    return torch.stack(ids, -1), q

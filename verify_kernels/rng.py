@@ -51,11 +51,37 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
     Never returns an id of probability zero. The vocabulary is read once, as sums of chunks; only the chunk that holds
     the draw is summed up token by token.
     """
-    vocab = probs.shape[-1]
-    if vocab % _CHUNK:
-        probs = F.pad(probs, (0, -vocab % _CHUNK))
-    chunks = probs.unflatten(-1, (-1, _CHUNK))
-    cdf = chunks.sum(-1).cumsum(-1, dtype=torch.float64)
+    chunks = _chunks(probs)
+    return _invert(chunks, chunks.sum(-1), u).clamp(max=probs.shape[-1] - 1)
+
+
+def sample_distinct(probs: Tensor, u: Tensor) -> Tensor:
+    """Draws without replacement, each from what the ones before it left: probs [..., V], u [..., J] -> ids [..., J].
+
+    -1 where nothing is left. Each draw is `sample`'s; the vocabulary is read once for all of them.
+    """
+    chunks = _chunks(probs).clone()
+    sums, flat, ids = chunks.sum(-1), chunks.flatten(-2), []
+    for j in range(u.shape[-1]):
+        drawn = _invert(chunks, sums, u[..., j]).clamp(max=probs.shape[-1] - 1)[..., None]
+        ids.append(torch.where(sums.amax(-1, keepdim=True) > 0, drawn, -1))
+        flat.scatter_(-1, drawn, 0.0)
+        chunk = drawn // _CHUNK
+        rest = chunks.gather(-2, chunk[..., None].expand(*chunk.shape, _CHUNK)).sum(-1)
+        sums = sums.scatter(-1, chunk, rest)
+    return torch.cat(ids, -1)
+
+
+def _chunks(probs: Tensor) -> Tensor:
+    """probs [..., V] -> [..., C, _CHUNK], zeros behind the end."""
+    if probs.shape[-1] % _CHUNK:
+        probs = F.pad(probs, (0, -probs.shape[-1] % _CHUNK))
+    return probs.unflatten(-1, (-1, _CHUNK))
+
+
+def _invert(chunks: Tensor, sums: Tensor, u: Tensor) -> Tensor:
+    """chunks [..., C, _CHUNK] with their sums [..., C], u [...] -> ids [...] int64."""
+    cdf = sums.cumsum(-1, dtype=torch.float64)
     threshold = u.to(torch.float64).unsqueeze(-1) * cdf[..., -1:]
     chunk = torch.searchsorted(cdf, threshold, right=True).clamp(max=cdf.shape[-1] - 1)
     before = torch.where(chunk > 0, cdf.gather(-1, (chunk - 1).clamp(min=0)), 0.0)
@@ -64,4 +90,4 @@ def sample(probs: Tensor, u: Tensor) -> Tensor:
     at = torch.searchsorted(local, threshold - before, right=True)
     # A chunk's mass is rounded to float32: a draw past its exact end is its last token of positive probability.
     last = (local < local[..., -1:]).sum(-1, keepdim=True)
-    return (chunk * _CHUNK + torch.minimum(at, last)).squeeze(-1).clamp(max=vocab - 1)
+    return (chunk * _CHUNK + torch.minimum(at, last)).squeeze(-1)

@@ -65,3 +65,31 @@ def test_sample_inverts_the_cumulative_sum_and_never_returns_an_impossible_id():
         assert rng.sample((probs * scale).expand(6, 6), u).tolist() == [1, 1, 3, 3, 4, 4]
     one_hot = torch.nn.functional.one_hot(torch.tensor([2, 0, 5]), 6).float()
     assert rng.sample(one_hot, torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64)).tolist() == [2, 0, 5]
+
+
+def test_distinct_draws_are_draws_from_what_the_earlier_ones_left():
+    vocab, count = 300, 5
+    probs = torch.rand(40, vocab, generator=torch.Generator().manual_seed(0)) ** 8
+    probs[0, 2:] = 0  # two ids only
+    probs[1] = 0
+    u = torch.rand(40, count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    before, ids = probs.clone(), rng.sample_distinct(probs, u)
+    assert torch.equal(probs, before)
+    left = probs.clone()
+    for j in range(count):
+        some = left.sum(-1) > 0
+        assert torch.equal(ids[:, j] >= 0, some)
+        assert torch.equal(ids[some, j], rng.sample(left, u[:, j])[some])
+        left[some] = left[some].scatter(1, ids[some, j : j + 1], 0.0)
+    assert sorted(ids[0].tolist()) == [-1, -1, -1, 0, 1] and ids[1].tolist() == [-1] * 5
+
+
+def test_distinct_draws_have_the_law_of_drawing_without_replacement():
+    probs, n = torch.tensor([0.5, 0.3, 0.15, 0.05]), 50_000
+    u = rng.uniform(torch.arange(n)[:, None], torch.zeros(n, 1, dtype=torch.int64), rng.DRAFT, torch.arange(2))
+    first, second = rng.sample_distinct(probs.expand(n, 4), u).unbind(-1)
+    law = probs.double()[:, None] * probs.double() / (1 - probs.double()[:, None])
+    off = ~torch.eye(4, dtype=torch.bool)
+    counts = (first * 4 + second).bincount(minlength=16).view(4, 4)
+    assert counts.diagonal().sum() == 0
+    assert stats.chisquare(counts[off].double(), (law * n)[off], sum_check=False).pvalue > 1e-3
