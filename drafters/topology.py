@@ -86,3 +86,7 @@ class TreeSpec:
     def parents_on(self, device: torch.device) -> Tensor:
         """parents as an int64 tensor [n], made once per device."""
         return _constant(self.parents, device)
+
+    def ranks_on(self, device: torch.device) -> Tensor:
+        """ranks as an int64 tensor [n], made once per device."""
+        return _constant(self.ranks, device)

@@ -14,8 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from drafters.children import levels
 from drafters.suffix import Continuations
+from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
+from drafters.tree_search import drawn_profile
 from verify_kernels import ops
 from verify_kernels.reference.growth import Nodes
 
@@ -26,7 +29,15 @@ logits under each parent [R, W, M] float32, confidence of each parent's draft [R
 from 0, the root's; carry is what is known of each node's path, tensors [R, W, ...]: a call gets what it gave for the
 parents, and () at the root."""
 
+Draws = Callable[[int, slice, Tensor, Carry, int], tuple[Tensor, Tensor, Tensor | None, Carry]]
+"""draws(depth, nodes, tokens [R, W], carry, count) -> (count children of each of these nodes, drawn without replacement
+and in this order [R, W, count] int64, the law they are drawn from [R, W, V] float32, probability that a first draw is
+accepted [R, W] float32 or None, carry)."""
+
 Confidence = Literal["off", "weight", "match", "stop"]
+
+SIBLINGS = 8
+"""Children that one node may have where its level has more nodes than one."""
 
 SUFFIX_RATES = (0.0, 0.35, 0.5, 0.65, 0.75, 0.8, 0.85, 0.9, 0.93)
 """Estimated probability that a text goes on as it did where its last 0, 1, 2, ... tokens occurred before."""
@@ -84,6 +95,59 @@ def grow(
             on = _of(on, parent) & (repeats.tokens[:, None, :, k] == nodes.tokens[:, first : first + count, None])
     tokens, parents, number, steps = ops.best_tree(nodes, total, min(num_nodes, total))
     return DraftTree(tokens, parents, number, depth, chain, confidence=steps)
+
+
+def draw_tree(roots: Tensor, draws: Draws, spec: TreeSpec, vocab_size: int, adapt: bool) -> DraftTree:
+    """A tree of spec.num_nodes nodes whose children are drawn, with the laws they are drawn from.
+
+    adapt: `spec` says how many nodes each level has, and they go where a draw is likeliest to be accepted: child j of a
+    node counts as reached with probability reach(node) * `drawn_profile`(its first draw's)[j], and the best of a level
+    stay. Otherwise the topology is the TreeSpec's. The tree's `confidence` is the last factor of that product.
+
+    What `acceptance.tree_rejection` needs of the shape, and why it holds. Let L(tree) be the law of the output if this
+    tree is verified and decoding goes on plainly. Take a tree and draw one more child x of node v from what v's law q
+    has left. Both trees are verified alike until all of v's other children are rejected. There the first tree emits a
+    token of the residual p; the second accepts x with probability min(1, p(x) / q(x)) and goes on with the target's
+    own law, or else emits from norm(max(p - q, 0)): p again. So the mean of L over the new draw is the old L, whatever
+    the tree is, and a tree that is drawn node by node has the mean L of the bare root, which is the target's law --- if
+    whether and where the next draw is made depends on earlier draws alone (L is a martingale), and siblings are tried
+    in the order of their draws. Here a level's places are settled by the confidences of the nodes above it and by the
+    number of siblings, before any of its tokens is looked at, and nothing is taken back later. A rule that looks at a
+    draw before it keeps it (dropping unlikely tokens, keeping the best n of all levels by scores that can rise along a
+    path, or after a level's width was cut) breaks the proof and the law.
+    """
+    (r, n), device = (roots.shape[0], spec.num_nodes), roots.device
+    tokens = roots[:, None].repeat(1, n)
+    parents = spec.parents_on(device).repeat(r, 1)
+    probs = torch.zeros(r, n, vocab_size, device=device)
+    reach, steps = torch.ones(2, r, n, device=device).unbind()
+    carry: Carry = ()
+    sure: Tensor | None = None
+    for k, (first, last, below) in enumerate(levels(spec)):
+        width, size, children = last - first, len(below), slice(below[0], below[-1] + 1)
+        ranks = max(spec.ranks[child] for child in below) + 1
+        if adapt:
+            ranks = size if width == 1 else min(size, max(SIBLINGS, -(-size // width)))
+        nodes = slice(first, last)
+        ids, probs[:, nodes], sure, carry = draws(k, nodes, tokens[:, nodes], carry, ranks)
+        rates = torch.stack(drawn_profile(torch.ones_like(reach[:, nodes]) if sure is None else sure, ranks), -1)
+        if adapt:
+            likely = (reach[:, nodes, None] * rates).flatten(1)
+            # Stable: siblings whose rates are both zero keep their order too.
+            place = likely.sort(dim=1, descending=True, stable=True).indices[:, :size]
+        else:
+            at = (spec.parents_on(device)[children] - first) * ranks + spec.ranks_on(device)[children]
+            place = at.expand(r, -1)
+        parent = place // ranks
+        tokens[:, children] = ids.flatten(1).gather(1, place)
+        parents[:, children] = first + parent
+        steps[:, children] = rates.flatten(1).gather(1, place)
+        reach[:, children] = reach[:, nodes].gather(1, parent) * steps[:, children]
+        carry = tuple(_of(x, parent) for x in carry)
+    full = torch.full((r,), n, dtype=torch.int64, device=device)
+    return DraftTree(
+        tokens, parents, full, spec.depth, spec.is_chain, probs=probs, confidence=None if sure is None else steps
+    )
 
 
 def _of(x: Tensor, parent: Tensor) -> Tensor:

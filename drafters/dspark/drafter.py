@@ -16,7 +16,8 @@ from drafters.dspark.network import Attend, DraftNetwork
 from drafters.suffix import continuations
 from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
-from drafters.tree_growth import Carry, Children, Confidence, grow
+from drafters.tree_growth import Carry, Children, Confidence, draw_tree, grow
+from drafters.tree_search import drawn_tree
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
 from verify_kernels.rope import cos_sin_table
@@ -40,9 +41,11 @@ class BlockDrafter:
     writes its slots behind them, and what was accepted is overwritten with its own features in `observe`, compact.
 
     candidates: deterministic drafts compare the best `candidates` tokens of each slot only, so that the Markov head's
-    w2 is read there and not over the whole vocabulary. Sampled drafts have the whole law: acceptance needs it.
+    w2 is read there and not over the whole vocabulary. Sampled drafts have the whole law: what it leaves out, a sampled
+    draft cannot be (the best 32 tokens alone cost a quarter of the accepted drafts at temperature 1).
     grow: trees take their shape from the drafter's own probabilities, within the TreeSpec's nodes and depth; False: the
-    TreeSpec's topology. Sampled trees always have the TreeSpec's. confidence, stop_below: see `tree_growth.grow`.
+    TreeSpec's topology. Sampled trees take the sizes of their levels from `tree_search.drawn_tree` and the rest from the
+    confidence head, where there is one. confidence, stop_below: of deterministic trees, see `tree_growth.grow`.
     suffix: so many earlier occurrences of the request's last tokens add children to grown trees (0: none).
     temperatures: of each slot's confidence, see `drafters.dspark.calibration`; () leaves it as the head gives it.
     """
@@ -285,28 +288,23 @@ class BlockDrafter:
         return DraftTree.from_spec(spec, tokens, probs=probs, confidence=sure)
 
     def _sampled(self, hidden: Tensor, state: BatchState, spec: TreeSpec) -> DraftTree:
-        """The TreeSpec's topology, children drawn without replacement from the whole vocabulary."""
+        """Children drawn without replacement from the whole vocabulary, see `tree_growth.draw_tree`."""
         network, (r, depth, d) = self.network, hidden.shape
         if spec.is_chain and network.markov is not None and network.target_ids is None:
             return self._drawn_chain(hidden, state, spec)
+        grow = self.grow and not spec.is_chain
+        if grow:
+            spec = drawn_tree(spec.num_nodes, spec.depth)
         base = network.logits(hidden.reshape(-1, d)).view(r, depth, -1)
-        placed = state.roots[:, None].repeat(1, spec.num_nodes)
-        probs = torch.zeros(r, spec.num_nodes, self.vocab_size, device=placed.device)
-        sure, carries = None, None
-        if network.confidence is not None:
-            sure = torch.ones(placed.shape, device=placed.device)
-        for k, (first, last, below) in enumerate(levels(spec)):
-            z, carry = self._head(k, hidden[:, k], placed[:, first:last], carries)
-            logits = base[:, k, None].expand(-1, last - first, -1)
+
+        def draws(
+            k: int, nodes: slice, tokens: Tensor, carry: Carry, count: int
+        ) -> tuple[Tensor, Tensor, Tensor | None, Carry]:
+            z, after = self._head(k, hidden[:, k], tokens, *(carry or (None,)))
+            logits = base[:, k, None].expand(-1, tokens.shape[1], -1)
             if z is not None:
                 logits = logits + ops.logits(z.flatten(0, 1), network.markov.w2).view_as(logits)
-            most = max(spec.ranks[child] for child in below) + 1
-            ids, probs[:, first:last] = draw(network.spread(logits), state, first, most)
-            c = None if sure is None else self._sure(k, hidden[:, k], placed[:, first:last])
-            for child in below:
-                placed[:, child] = ids[:, spec.parents[child] - first, spec.ranks[child]]
-                if sure is not None:
-                    sure[:, child] = c[:, spec.parents[child] - first]
-            if carry is not None:
-                carries = torch.stack([carry[:, spec.parents[child] - first] for child in below], 1)
-        return DraftTree.from_spec(spec, placed, probs=probs, confidence=sure)
+            sure = None if network.confidence is None else self._sure(k, hidden[:, k], tokens)
+            return *draw(network.spread(logits), state, nodes.start, count), sure, () if after is None else (after,)
+
+        return draw_tree(state.roots, draws, spec, self.vocab_size, adapt=grow and network.confidence is not None)

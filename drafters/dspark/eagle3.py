@@ -15,6 +15,7 @@ from drafters.suffix import continuations
 from drafters.topology import TreeSpec
 from drafters.tree import DraftTree
 from drafters.tree_growth import Carry, grow
+from drafters.tree_search import drawn_tree
 from verify_kernels import ops
 from verify_kernels.batch import SCRATCH_PAGE, KVCache, PassBatch, slots_of
 from verify_kernels.rope import cos_sin_table
@@ -31,8 +32,8 @@ class Eagle3Drafter:
     the order in which they are run, those of one depth in one pass, each seeing the context and its ancestors.
 
     grow: trees take their shape from the drafter's own probabilities, within the TreeSpec's nodes and depth, best nodes
-    first; False: the TreeSpec's topology. Sampled trees always have the TreeSpec's. Each depth of a grown tree is a pass
-    over as many nodes as have room in the step's cache slots. candidates: children that a node may have. suffix: so many
+    first; False: the TreeSpec's topology. Sampled trees are `tree_search.drawn_tree`. Each depth of a grown tree is a
+    pass over as many nodes as have room in the step's cache slots. candidates: children that a node may have. suffix: so many
     earlier occurrences of the request's last tokens add children to grown trees (0: none).
     """
 
@@ -92,6 +93,8 @@ class Eagle3Drafter:
             return DraftTree.from_spec(spec, state.roots[:, None])
         # A request without context has no features to draft from.
         room = torch.where(state.context_lens > 0, state.max_drafts, 0)
+        if sample and self.grow and not spec.is_chain:
+            spec = drawn_tree(spec.num_nodes, spec.depth)
         if sample or spec.is_chain or not self.grow:
             return self._placed(hidden, g, state, spec, sample).limit(room)
         return self._grown(hidden, g, state, spec, room)

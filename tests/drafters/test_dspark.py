@@ -18,6 +18,7 @@ from drafters.dspark.eagle3 import Eagle3Drafter
 from drafters.dspark.load import build, load_drafter, read_config, read_tensors
 from drafters.dspark.dialects import parse
 from drafters.tree import TreeSpec
+from drafters.tree_search import drawn_tree
 from dspark_runtime.engine import Engine
 from dspark_runtime.sampling import SamplingParams
 from tests.dspark_runtime.passes import Pages
@@ -356,20 +357,26 @@ def test_tree_nodes_are_the_best_children_under_their_own_paths(name: str, grow:
     assert grow or tree.parents[0].tolist() == list(TREE.parents)
 
 
-@pytest.mark.parametrize("name", ["deepspec", "rnn", "speculators pruned"])
-def test_sampled_trees_carry_the_law_of_their_draws(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["deepspec", "rnn", "speculators pruned", "z-lab"])
+@pytest.mark.parametrize("grow", [True, False])
+def test_sampled_trees_carry_the_law_of_their_draws(name: str, grow: bool, tmp_path: Path) -> None:
     case, model = make(name), target()
     drafter = loaded(case, tmp_path, model)
+    drafter.grow = grow
     tokens, temperature = list(range(1, 20)), 0.7
     state = one_request(model, drafter, tokens, rows=2, temperature=temperature)
     tree = drafter.propose(state, TREE, sample=True)
+    spec = drawn_tree(TREE.num_nodes, TREE.depth) if grow else TREE
+    assert torch.equal(tree.depths(), torch.tensor([spec.depths] * 2))
+    adapts = grow and drafter.network.confidence is not None
+    assert adapts or tree.parents.tolist() == [list(spec.parents)] * 2
     outputs = layer_outputs(model, tokens)
     h, u = reference.block(case.net, torch.cat([outputs[i] for i in TAPS], -1)[:-1], tokens[-1])
     for r in range(2):
         paths = {0: [tokens[-1]]}
         seen: set[tuple[int, ...]] = set()
-        for i in range(1, TREE.num_nodes):
-            parent = TREE.parents[i]
+        for i in range(1, spec.num_nodes):
+            parent = int(tree.parents[r, i])
             logits = reference.path_logits(case.net, h, u, case.first_slot, paths[parent], case.ids)
             law = torch.zeros(V, dtype=torch.float64).index_add(0, case.ids, (logits / temperature).softmax(0))
             torch.testing.assert_close(tree.probs[r, parent].double(), law, atol=1e-5, rtol=1e-3)
@@ -417,6 +424,7 @@ def test_greedy_output_equals_plain_decoding(options: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("name, spec, method", [
     ("deepspec", TreeSpec.chain(2), "standard"), ("deepspec", TreeSpec.chain(2), "block"),
     ("deepspec", TreeSpec((-1, 0, 0, 1)), "tree"), ("deepspec", TreeSpec((-1, 0, 0, 1)), "node"),
+    ("deepspec", TreeSpec((-1, 0, 0, 0, 1, 1, 2)), "tree"), ("rnn", TreeSpec((-1, 0, 0, 0, 1, 1, 2)), "auto"),
     ("deepspec eagle3", TreeSpec.chain(2), "standard"), ("deepspec eagle3", TreeSpec((-1, 0, 0, 1)), "tree"),
     ("deepspec eagle3", TreeSpec((-1, 0, 0, 1)), "node"),
 ])  # fmt: skip

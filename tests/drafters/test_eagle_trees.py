@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafters.dspark.load import load_drafter
 from drafters.tree import DraftTree, TreeSpec
+from drafters.tree_search import drawn_tree
 from dspark_runtime.engine import Engine
 from eval.evaluate import budget
 from tests.drafters import dspark_reference as reference
@@ -140,16 +141,20 @@ def test_a_topology_holds_the_best_children_under_their_own_paths(name: str, tmp
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_sampled_trees_carry_the_law_of_their_draws(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grow", [True, False])
+def test_sampled_trees_carry_the_law_of_their_draws(name: str, grow: bool, tmp_path: Path) -> None:
     case, model, temperature = make(name), target(), 0.7
     drafter = loaded(case, tmp_path, model)
     state = one_request(model, drafter, TOKENS, rows=2, temperature=temperature)
+    drafter.grow = grow
     tree = drafter.propose(state, TREE, sample=True)
+    spec = drawn_tree(TREE.num_nodes, TREE.depth) if grow else TREE
+    assert tree.parents.tolist() == [list(spec.parents)] * 2
     law = law_of(case, model, TOKENS, temperature)
     for row in range(2):
         got = drafts(tree, row)  # which checks that siblings differ
         for i, path in enumerate(got):
-            if i in TREE.parents:
+            if i in spec.parents:
                 torch.testing.assert_close(tree.probs[row, i].double(), law(path), atol=1e-5, rtol=1e-3)
             assert not path or law(path[:-1])[path[-1]] > 0
     assert drafts(tree, 0) != drafts(tree, 1)
