@@ -42,21 +42,12 @@ READ_SECONDS = 20.0  # with the compilation of its kernel
 CONFIGS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "m64": (64, 128, 1, {}),
     "m64 no pdl": (64, 128, 1, {"pdl": False}),
-    "m64 half l2": (64, 128, 2, {"prefetch": 6}),
     "m128": (128, 128, 1, {}),
     "m192": (192, 128, 1, {}),
-    "m192 c2": (192, 128, 1, {"cluster": 2}),
-    "m192 c4": (192, 128, 1, {"cluster": 4}),
     "m48": (48, 128, 1, {}),
-    "m48 c2": (48, 128, 1, {"cluster": 2}),
-    "m48 c4": (48, 128, 1, {"cluster": 4}),
     "m48 half": (48, 128, 2, {}),
-    "m48 half l2": (48, 128, 2, {"prefetch": 8}),
     "m32": (32, 128, 1, {}),
     "m32 k256": (32, 256, 1, {}),
-    "m32 c2": (32, 128, 1, {"cluster": 2}),
-    "m32 c4": (32, 128, 1, {"cluster": 4}),
-    "m32 half l2": (32, 128, 2, {"prefetch": 12}),
     "fp8 m64": (64, 256, 1, {"kind": "fp8"}),
     "fp8 m48": (48, 256, 1, {"kind": "fp8"}),
     "fp8 m32": (32, 256, 1, {"kind": "fp8"}),
@@ -68,22 +59,20 @@ WHOLE = 0.34
 BY_MATRIX: dict[str, tuple[str, ...]] = {
     "qkv": ("m64", "m64 no pdl", *(c for c in CONFIGS if "m48" in c)),
     "o": ("m64", "m128", *(c for c in CONFIGS if "m32" in c)),
-    "gate_up": ("m64", "m64 no pdl", "m64 half l2", *(c for c in CONFIGS if "m192" in c), "fp8 m64"),
+    "gate_up": ("m64", "m64 no pdl", "m128", "m192", "fp8 m64"),
     "down": ("m64", "m128", *(c for c in CONFIGS if "m32" in c)),
-    "head": ("m64", "m64 half l2", "m128", "m192", "fp8 m64"),
+    "head": ("m64", "m128", "m192", "fp8 m64"),
 }
 
 # What each matrix of a layer runs with, in the order of LAYER.
 MIXES: dict[str, tuple[str, str, str, str]] = {
     "m64": ("m64", "m64", "m64", "m64"),
     "whole": ("m48", "m32", "m192", "m32"),
-    "whole k256": ("m48", "m32 k256", "m64", "m32 k256"),
-    "whole c2": ("m48 c2", "m32 c2", "m192 c2", "m32 c2"),
-    "whole c4": ("m48 c4", "m32 c4", "m192 c4", "m32 c4"),
-    "whole half l2": ("m48 half l2", "m32 half l2", "m64 half l2", "m32 half l2"),
+    "whole low": ("m48", "m32", "m64", "m32"),
     "fp8": ("fp8 m48", "fp8 m32", "fp8 m64", "fp8 m32"),
+    "fp8 k512": ("fp8 m48", "fp8 m32 k512", "fp8 m64", "fp8 m32 k512"),
 }
-FUSED_MIXES = ("m64", "whole", "whole c2", "whole c4", "whole half l2", "fp8")
+FUSED_MIXES = ("m64", "whole", "whole low", "fp8", "fp8 k512")
 EPILOGUES: tuple[dict[str, bool], ...] = (
     {"bias": True},
     {"residual": True},
@@ -131,8 +120,7 @@ def jobs(cases: int) -> list[Job]:
     found += [
         {"job": "smoke", "config": c, "tokens": t}
         for c, t in (
-            ("m64 no pdl", 8), ("m64", 8), ("m48", 8), ("m32 k256", 64), ("m48 c2", 8), ("m32 half l2", 8),
-            ("fp8 m64", 8), ("fp8 m32 k512", 16),
+            ("m64 no pdl", 8), ("m64", 8), ("m48", 8), ("m32 k256", 64), ("fp8 m64", 8), ("fp8 m32 k512", 16),
         )
     ]  # fmt: skip
     found.append({"job": "op", "config": "m48", "tokens": 8})
@@ -204,18 +192,15 @@ class Bench:
         torch = self.torch
         v = variant(config, tokens)
         found: Job = {}
-        c = v.cluster
         shapes = [  # N, K, CTAs
-            ("one tile", c * v.rows, v.tile_k, c),
-            ("one turn of the ring", c * v.rows, v.tile_k * v.stages, c),
-            ("many turns", c * v.rows, v.tile_k * v.stages * 5, c),
-            ("two row tiles", 2 * c * v.rows - 3, v.tile_k * v.stages * 3 - 8, c),
+            ("one tile", v.rows, v.tile_k, 1),
+            ("one turn of the ring", v.rows, v.tile_k * v.stages, 1),
+            ("many turns", v.rows, v.tile_k * v.stages * 5, 1),
+            ("two row tiles", 2 * v.rows - 3, v.tile_k * v.stages * 3 - 8, 1),
             ("a CTA for each row tile", 52 * v.rows, 4096, 52),
+            ("two CTAs for a row tile", v.rows, 4096, 2),
+            ("seven CTAs for four row tiles", 4 * v.rows, 4096, 7),
         ]
-        if c == 1:
-            shapes += [
-                ("two CTAs for a row tile", v.rows, 4096, 2), ("seven CTAs for four row tiles", 4 * v.rows, 4096, 7),
-            ]  # fmt: skip
         for name, n, k, units in shapes:
             self.tell(name)
             torch.manual_seed(0)
@@ -375,7 +360,7 @@ class Bench:
     @functools.cache
     def schedule(self, v: LinearVariant, rows: int, k: int, slack: float) -> tuple[int, int]:
         multiprocessors = self.torch.cuda.get_device_properties(0).multi_processor_count
-        return plan(rows, k, v.rows, v.tile_k, multiprocessors, slack, v.cluster)
+        return plan(rows, k, v.rows, v.tile_k, multiprocessors, slack)
 
     def product(self, config: str, tokens: int, slack: float = SLACK) -> Any:
         """call(x, w, out)."""
@@ -424,7 +409,8 @@ class Bench:
         return {"us": us, "tbps": size / us / 1e6, "off": off, "bits": bits}
 
     def layer(self, mix: str, tokens: int) -> Job:
-        """The layers without attention: norms, residual adds and activation inside the products, or as torch has them."""
+        """The layers without attention: norms, residual adds and activation inside the products, or as torch has
+        them."""
         torch = self.torch
         torch.manual_seed(1)
         stream = torch.randn(tokens, 4096, device="cuda", dtype=torch.bfloat16)

@@ -87,8 +87,7 @@ class LinearVariant:
 
     tokens: columns of the product, 8, 16, 32 or 64, of which a call may use fewer; rows, tile_k: the tile of weights
     that a stage holds; rms_in, rms_out: the norm before and the norm after; kind: of weights, "plain" for 16 bits,
-    "fp8" as `linear.pack` has them; cluster: CTAs that share the reading of x, more
-    than 1 for whole row tiles only; prefetch: tiles that L2 is asked for beyond the ring.
+    "fp8" as `linear.pack` has them.
     """
 
     family: ClassVar = "linear"
@@ -103,17 +102,14 @@ class LinearVariant:
     rms_in: bool = False
     rms_out: bool = False
     kind: str = "plain"
-    cluster: int = 1
-    prefetch: int = 0
     pdl: bool = True
 
     @property
     def name(self) -> str:
         flags = {
             "bias": self.bias, "res": self.residual, "swiglu": self.swiglu, "rmsin": self.rms_in, "rmsout": self.rms_out,
-            self.kind: self.kind != "plain", f"c{self.cluster}": self.cluster > 1,
-            f"l{self.prefetch}": self.prefetch > 0, "nopdl": not self.pdl,
-        }
+            self.kind: self.kind != "plain", "nopdl": not self.pdl,
+        }  # fmt: skip
         ends = "".join(f"_{name}" for name, on in flags.items() if on)
         return f"linear_{self.dtype}_t{self.tokens}_m{self.rows}_k{self.tile_k}_s{self.stages}{ends}"
 

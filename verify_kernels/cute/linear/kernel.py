@@ -6,16 +6,15 @@ multiplies up to 64 rows of a tile. Tiles may be as low as it takes to give ever
 64 rows, the others being whatever lies behind them in the ring, and nothing is made of those sums.
 
 The grid walks the line of tiles in equal stretches (`schedule.py`): row tiles that several CTAs share are summed in
-float32 through L2, in the order of k whoever comes last, so results do not change from run to run. CTAs with whole row
-tiles only may form clusters, which read x once: each box of x is asked for by one CTA and sent to all.
+float32 through L2, in the order of k whoever comes last, so results do not change from run to run.
 
 Weights in e4m3 come packed (`pack.py`): each thread makes bf16 of its own values in registers, from where wgmma takes
 them, and puts their blocks' scales to what each block adds. Warpgroups then share a tile's columns, 128 each, and their
 sums meet in shared memory.
 
 RMSNorm takes no kernel of its own. The kernel that writes the residual stream h (`rms_out`) also writes h times the
-next norm's weight, and what each warpgroup's rows add to the sums of h^2; the kernel that reads it (`rms_in`) multiplies
-its sums by 1 / rms, which a spare warp makes of those while the weights stream.
+next norm's weight, and what each warpgroup's rows add to the sums of h^2; the kernel that reads it (`rms_in`)
+multiplies its sums by 1 / rms, which a spare warp makes of those while the weights stream.
 
 Launched with programmatic dependent launch, the ring fills with weights, which no kernel writes, before x is waited
 for. Nothing that another kernel of the pass writes is touched before `griddepcontrol.wait`.
@@ -56,8 +55,6 @@ class Linear:
         rms_in: bool,
         rms_out: bool,
         kind: str,
-        cluster: int,
-        prefetch: int,
         pdl: bool,
     ) -> None:
         groups = -(-rows // 64)
@@ -72,13 +69,9 @@ class Linear:
             raise ValueError(f"linear: kind is {kind!r}, allowed: plain, fp8")
         if kind == "fp8" and (rows % ROWS or rows > 64 or tile_k == 64 or dtype is not cutlass.BFloat16):
             raise ValueError(
-                f"linear: found {dtype} and tiles of {rows} x {tile_k}, allowed with fp8: bfloat16 and 16, 32, 48 or 64 "
-                f"x 128, 256 or 512"
+                f"linear: found {dtype} and tiles of {rows} x {tile_k}, allowed with fp8: bfloat16 and 16, 32, 48 or "
+                f"64 x 128, 256 or 512"
             )
-        if kind == "fp8" and prefetch:
-            raise ValueError("linear: found fp8 with prefetch, allowed: without")
-        if cluster not in (1, 2, 4):
-            raise ValueError(f"linear: cluster is {cluster}, allowed: 1, 2, 4")
         if swiglu and (bias or residual):
             raise ValueError("linear: found swiglu with bias or residual, allowed: swiglu alone")
         if rms_out and not residual:
@@ -86,7 +79,6 @@ class Linear:
         self.rms_in, self.rms_out = rms_in, rms_out
         self.dtype, self.tokens, self.rows, self.tile_k, self.stages = dtype, tokens, rows, tile_k, stages
         self.bias, self.residual, self.swiglu, self.pdl = bias, residual, swiglu, pdl
-        self.cluster, self.prefetch = cluster, prefetch
         self.groups, self.part = groups, rows // groups  # warpgroups, and the rows of each
         self.boxes = tile_k // BOX
         self.plain = kind == "plain"
@@ -120,7 +112,7 @@ class Linear:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         x = self.rows_apart(x)
         x_layout = cute.tile_to_shape(atom, (self.tokens, self.tile_k, self.stages), (0, 1, 2))
-        load: Any = cpasync.CopyBulkTensorTileG2SOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
         if const_expr(self.plain):
             w_layout = cute.tile_to_shape(atom, (self.rows, self.tile_k, self.stages), (0, 1, 2))
             w_atom, w = cpasync.make_tiled_tma_atom(
@@ -129,8 +121,6 @@ class Linear:
         else:
             w_atom = None
             w_layout = cute.make_layout((BYTES // 4, self.sides, self.rows // ROWS, self.stages))
-        if const_expr(self.cluster > 1):
-            load = cpasync.CopyBulkTensorTileG2SMulticastOp()
         x_atom, x_tma = cpasync.make_tiled_tma_atom(
             load, x, cute.tile_to_shape(atom, (self.tokens, BOX), (0, 1)), (self.tokens, BOX)
         )
@@ -145,7 +135,6 @@ class Linear:
         ).launch(
             grid=[units, 1, 1],
             block=[self.threads + (96 if self.rms_in else 64), 1, 1],
-            cluster=[self.cluster, 1, 1] if self.cluster > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=100,
@@ -205,22 +194,18 @@ class Linear:
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(full + s, 1)
-                    cute.arch.mbarrier_init(empty + s, self.threads // 32 * self.cluster)
+                    cute.arch.mbarrier_init(empty + s, self.threads // 32)
                 cute.arch.mbarrier_init(ready, 1)
             if const_expr(self.plain):
                 cpasync.prefetch_descriptor(w_atom)
             cpasync.prefetch_descriptor(x_atom)
         cute.arch.mbarrier_init_fence()
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
 
         rows, columns = y.shape[1] * (2 if self.swiglu else 1), x.shape[1]
         k_tiles = (columns + self.tile_k - 1) // self.tile_k
         begin = unit * share
-        end = begin + share
-        if const_expr(self.cluster == 1):  # in a cluster all take as many tiles, past the last row tile of zeros
-            end = cutlass.min(end, (rows + self.rows - 1) // self.rows * k_tiles)
+        end = cutlass.min(begin + share, (rows + self.rows - 1) // self.rows * k_tiles)
         if warp == self.threads // 32:
             self.produce_w(w_atom, w, s_w, full, empty, begin, end, k_tiles)
         elif warp == self.threads // 32 + 1:
@@ -231,17 +216,7 @@ class Linear:
                 norm, scaled, squares_out, warp_squares, unit, share, begin, end, k_tiles, thread,
             )  # fmt: skip
         elif const_expr(self.rms_in):
-            self.meet()
             self.inverse_rms(squares, eps, columns, rms, ready)
-        if const_expr(self.cluster > 1):  # until nobody in the cluster writes here any more
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-
-    @cute.jit
-    def meet(self) -> None:
-        """All barriers of the cluster are ready."""
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_wait()
 
     @cute.jit
     def inverse_rms(
@@ -284,25 +259,9 @@ class Linear:
         w_s, w_g = s_w, w
         if const_expr(self.plain):
             w_s, w_g = self.boxes_of(atom, w, s_w, self.rows)
-        count = end - begin
-        if const_expr(self.prefetch == 0):
-            for i in cutlass.range(count, unroll=1):
-                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
-            cute.arch.griddepcontrol_launch_dependents()
-        else:
-            ahead = cutlass.min(count, self.stages)
-            late = cutlass.max(ahead, count - self.prefetch)
-            for i in cutlass.range(ahead, unroll=1):
-                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
-            for i in cutlass.range(ahead, cutlass.min(count, ahead + self.prefetch), unroll=1):
-                self.load_l2(atom, w_g, begin + i, k_tiles)
-            for i in cutlass.range(ahead, late, unroll=1):
-                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
-                self.load_l2(atom, w_g, begin + i + self.prefetch, k_tiles)
-            cute.arch.griddepcontrol_launch_dependents()
-            for i in cutlass.range(late, count, unroll=1):
-                self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
-        self.meet()
+        for i in cutlass.range(end - begin, unroll=1):
+            self.load_w(atom, w_s, w_g, full, empty, begin, i, k_tiles)
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def produce_x(
@@ -318,7 +277,6 @@ class Linear:
     ) -> None:
         """One warp."""
         x_s, x_g = self.boxes_of(atom, x_tma, s_x, self.tokens)
-        self.meet()
         cute.arch.griddepcontrol_wait()
         for i in cutlass.range(end - begin, unroll=1):
             self.load_x(atom, x_s, x_g, full, empty, begin, i, k_tiles)
@@ -372,12 +330,6 @@ class Linear:
                     )  # fmt: skip
 
     @cute.jit
-    def load_l2(self, atom: cute.CopyAtom, w_g: cute.Tensor, tile: Int32, k_tiles: Int32) -> None:
-        """Into L2, to be loaded from there: what the ring has no room for yet."""
-        for c in cutlass.range_constexpr(self.boxes):
-            cute.prefetch(atom, w_g[None, tile // k_tiles, tile % k_tiles * self.boxes + c])
-
-    @cute.jit
     def load_x(
         self,
         atom: cute.CopyAtom,
@@ -389,18 +341,12 @@ class Linear:
         i: Int32,
         k_tiles: Int32,
     ) -> None:
-        """What goes with the i-th tile; in a cluster, this CTA's share of it to all, once the stage is free in all."""
+        """What goes with the i-th tile, once its stage is free."""
         stage, tile = i % self.stages, begin + i
         cute.arch.mbarrier_wait(empty + stage, (i // self.stages & 1) ^ 1)
         for c in cutlass.range_constexpr(self.boxes):
             box = tile % k_tiles * self.boxes + c
-            if const_expr(self.cluster == 1):
-                cute.copy(atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage)
-            elif box % self.cluster == cute.arch.block_idx_in_cluster():
-                cute.copy(
-                    atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage,
-                    mcast_mask=cutlass.Int16((1 << self.cluster) - 1),
-                )  # fmt: skip
+            cute.copy(atom, x_g[None, 0, box], x_s[None, 0, c, stage], tma_bar_ptr=full + stage)
 
     @cute.jit
     def consume(
@@ -437,7 +383,6 @@ class Linear:
             group, side = Int32(0), group
         local = thread % WARPGROUP
         acc = mma.make_fragment_C(mma.partition_shape_C((64, self.tokens)))
-        self.meet()
         cute.arch.griddepcontrol_wait()
 
         for n in cutlass.range(begin // k_tiles, (end + k_tiles - 1) // k_tiles, unroll=1):
@@ -453,7 +398,7 @@ class Linear:
                 self.add_sides(acc, side_sums, side, local)
             if side == 0:
                 finish = True
-                if const_expr(self.cluster == 1) and last - first < k_tiles:
+                if last - first < k_tiles:
                     finish = self.share_sums(
                         acc, arrived, partial, counters, unit, share, n, first, k_tiles, group, local
                     )
@@ -587,14 +532,9 @@ class Linear:
 
     @cute.jit
     def release(self, empty: cute.Pointer) -> None:
-        """The warp has read the stage: what a CTA loads for the cluster waits for the warps of all."""
-        if const_expr(self.cluster == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(empty)
-        else:
-            lane = cute.arch.lane_idx()
-            if lane < self.cluster:
-                cute.arch.mbarrier_arrive(empty, lane)
+        """The warp has read the stage."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
 
     @cute.jit
     def ends(

@@ -113,9 +113,7 @@ def linear(
     if variant.kind == "fp8" and tuple(weight.shape) != packed_shape(rows, k):
         raise ValueError(f"linear: found packed weights of {tuple(weight.shape)}, allowed: {packed_shape(rows, k)}")
     multiprocessors = _multiprocessors(x.device)
-    units, share = schedule or _plan(
-        rows, k, variant.rows, variant.tile_k, multiprocessors, cluster=variant.cluster
-    )
+    units, share = schedule or _plan(rows, k, variant.rows, variant.tile_k, multiprocessors)
     partial, counters = _workspace(x.device, max(units, multiprocessors), -(-variant.rows // 64), variant.tokens)
     values, squares_out = (None, None) if after is None else after
     kernel(

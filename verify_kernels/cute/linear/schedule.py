@@ -3,7 +3,7 @@
 The tiles of the weights (row tile, k tile), k fastest, are one line. Unit u of the launch takes the stretch
 [u * share, (u + 1) * share) of it, so a row tile may be shared by consecutive units; their partial sums are added in
 the order of k by the one that arrives last. A row tile that one unit has alone costs no such end: `tile` makes tiles as
-low as it takes for that, and in a cluster all units have row tiles alone, and as many.
+low as it takes for that.
 """
 
 from __future__ import annotations
@@ -61,19 +61,13 @@ def stages(rows: int, tile_k: int, tokens: int, resident: int = 1, kind: str = "
     return int(found)
 
 
-def plan(
-    rows: int, k: int, tile_rows: int, tile_k: int, multiprocessors: int, slack: float = SLACK, cluster: int = 1
-) -> tuple[int, int]:
-    """(units, share) for weights [rows, k]: as even as it goes, then with the fewest units to a row tile. In clusters:
-    whole row tiles, as many to each of a multiple of `cluster` units.
+def plan(rows: int, k: int, tile_rows: int, tile_k: int, multiprocessors: int, slack: float = SLACK) -> tuple[int, int]:
+    """(units, share) for weights [rows, k]: as even as it goes, then with the fewest units to a row tile.
 
     Reading is what takes the time, and a few multiprocessors less read as fast; what shared row tiles cost comes at
     the end, when nothing else hides it.
     """
     row_tiles, k_tiles = -(-rows // tile_rows), -(-k // tile_k)
-    if cluster > 1:
-        each = -(-row_tiles // (multiprocessors // cluster * cluster))
-        return -(-row_tiles // (each * cluster)) * cluster, each * k_tiles
     total = row_tiles * k_tiles
     least = -(-total // multiprocessors)
     shares = range(least, int(least * (1 + slack)) + 1)
