@@ -13,20 +13,24 @@ import torch
 from torch import Tensor
 
 from verify_kernels import ops
-from verify_kernels.batch import KVCache, PassBatch
+from verify_kernels.batch import KVCache, PassBatch, Records
 from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
 from verify_kernels.cute.latent import run as latent_run
 from verify_kernels.cute.linear import run as linear_run
 from verify_kernels.cute.moe import run as moe_run
+from verify_kernels.cute.recurrence import run as recurrence_run
 from verify_kernels.cute.variants import AnyVariant, AppendVariant, LatentVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 from verify_kernels.quantized import Quantized
-from verify_kernels.reference import elementwise, linear as reference
+from verify_kernels.reference import elementwise, linear as reference, recurrence
 
-UNMEASURED = ("moe_route", "moe_experts", "plan_latent_attention", "latent_attention")
+UNMEASURED = (
+    "moe_route", "moe_experts", "plan_latent_attention", "latent_attention",
+    "plan_recurrence", "kda_verify", "commit_states", "gated_rms_norm",
+)  # fmt: skip
 """Operations whose kernels are there but not served: torch runs them until their bench (`eval.bench_moe`,
-`eval.bench_latent`) has passed on a GPU."""
+`eval.bench_latent`, `eval.bench_recurrence`) has passed on a GPU."""
 
 TORCH_RUNS = {
     name: "torch's product beyond 64 tokens, for dtypes of more than 16 bits and where rows are no multiple of 16 bytes apart"
@@ -297,6 +301,45 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
             moe_run.experts(run_both, variants, x[part], gate_up, down, weights[part], ids[part], out[part])
         return out
 
+    def plan_recurrence(batch: PassBatch, width: int) -> recurrence_run.RecurrencePlan | recurrence.RecurrencePlan:
+        """Of a speculative pass; committed tokens are torch's."""
+        if not batch.speculative:
+            return recurrence.plan_recurrence(batch, width)
+        recurrence.check_pass(batch)
+        if width != recurrence_run.WIDTH:
+            raise KernelError(f"plan_recurrence: width: found {width}, allowed: {recurrence_run.WIDTH}, {INSTEAD}")
+        return recurrence_run.RecurrencePlan(batch)
+
+    def kda_verify(
+        x: Tensor,
+        raw_gate: Tensor,
+        raw_beta: Tensor,
+        conv: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        lower_bound: float,
+        state: Tensor,
+        window: Tensor,
+        plan: recurrence_run.RecurrencePlan,
+    ) -> tuple[Tensor, Records]:
+        batch, (heads, dim) = plan.batch, dt_bias.shape
+        variant = recurrence_run.choose(
+            x.dtype, batch.num_requests, heads, batch.max_query_len, batch.ancestor_masks is not None,
+            recurrence_run.vector_of(x, raw_gate), dim=dim, width=conv.shape[1],
+        )  # fmt: skip
+        weights = (conv, a_log, dt_bias, lower_bound)
+        return recurrence_run.verify(kernel(variant), plan, x, raw_gate, raw_beta, *weights, state, window)
+
+    def commit_states(
+        state: Tensor, window: Tensor, records: list[Records], rows: Tensor, context_lens: Tensor, path: Tensor
+    ) -> None:
+        variant = recurrence_run.choose_commit(window.dtype, path.shape[1])
+        recurrence_run.commit(kernel(variant), state, window, records, rows, context_lens, path)
+
+    def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        variant = recurrence_run.choose_norm(x.dtype, x.shape[-1], recurrence_run.vector_of(gate))
+        return recurrence_run.gated_norm(kernel(variant), x, weight, gate, eps)
+
     served = {
         "plan_attention": plan_attention,
         "paged_tree_attention": paged_tree_attention,
@@ -312,5 +355,9 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         "greedy_logits": greedy_logits,
         "moe_route": moe_route,
         "moe_experts": moe_experts,
+        "plan_recurrence": plan_recurrence,
+        "kda_verify": kda_verify,
+        "commit_states": commit_states,
+        "gated_rms_norm": gated_rms_norm,
     }
     return {name: op for name, op in served.items() if unmeasured or name not in UNMEASURED}

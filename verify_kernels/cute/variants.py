@@ -192,7 +192,50 @@ class LatentVariant:
         return f"latent_{self.dtype}_h{self.heads}_p{self.page_size}_{self.mask}_m64x{self.blocks}_r{self.run}"
 
 
+@dataclasses.dataclass(frozen=True)
+class KdaVerifyVariant:
+    """Constants of delta attention over new tokens; see `recurrence.verify.KdaVerify`."""
+
+    family: ClassVar = "recurrence"
+    dtype: str
+    nodes: int
+    columns: int
+    vector: int
+    tree: bool
+
+    @property
+    def name(self) -> str:
+        shape = "tree" if self.tree else "chain"
+        return f"kda_verify_{self.dtype}_{shape}{self.nodes}_c{self.columns}_v{self.vector}"
+
+
+@dataclasses.dataclass(frozen=True)
+class KdaCommitVariant:
+    """Constants of the commit of all layers' states; see `recurrence.commit.KdaCommit`."""
+
+    family: ClassVar = "recurrence"
+    dtype: str
+    nodes: int
+
+    @property
+    def name(self) -> str:
+        return f"kda_commit_{self.dtype}_n{self.nodes}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedNormVariant:
+    """Constants of the gated norm of delta attention's outputs; see `recurrence.norm.GatedNorm`."""
+
+    family: ClassVar = "recurrence"
+    dtype: str
+    vector: int
+
+    @property
+    def name(self) -> str:
+        return f"gated_norm_{self.dtype}_v{self.vector}"
+
+
 AnyVariant = (
     Variant | PlanVariant | AppendVariant | CommitVariant | LinearVariant | ExpertsVariant | RouteVariant
-    | LatentVariant
+    | LatentVariant | KdaVerifyVariant | KdaCommitVariant | GatedNormVariant
 )

@@ -59,13 +59,17 @@ class RecurrencePlan:
     taps: Tensor  # [R, Q, K] int64 index into [window; inputs] of each token's convolution inputs, oldest first
 
 
-def plan_recurrence(batch: PassBatch, width: int) -> RecurrencePlan:
-    """Index work of one pass. width: of the short convolution, K. A pass that names no rows of states, or that starts
-    within a tree, raises ValueError."""
+def check_pass(batch: PassBatch) -> None:
+    """A pass that names no rows of states, or that starts within a tree, raises ValueError."""
     if batch.state_rows is None:
         raise ValueError("state_rows: found none, allowed: a row of the recurrent states for each request")
     if batch.first_query:
         raise ValueError(f"first_query: found {batch.first_query}, allowed: 0 (recurrent layers see whole trees)")
+
+
+def plan_recurrence(batch: PassBatch, width: int) -> RecurrencePlan:
+    """Index work of one pass. width: of the short convolution, K. Raises as `check_pass`."""
+    check_pass(batch)
     device = batch.token_ids.device
     n, q = batch.num_tokens, batch.max_query_len
     offsets = batch.request_offsets.long()
