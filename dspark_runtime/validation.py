@@ -24,6 +24,17 @@ def read_json(path: Path) -> object:
         raise ConfigError(f"{path}: not JSON ({error})") from None
 
 
+def read_fields(path: Path, *names: str) -> dict[str, Any]:
+    """A JSON object that has these fields. Raises ConfigError naming the file and the field."""
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: found {shown(values)}, allowed: an object")
+    for name in names:
+        if name not in values:
+            raise ConfigError(f"{path}: {name}: missing")
+    return values
+
+
 def shown(value: object) -> str:
     """A value in an error line, cut where it is long."""
     text = repr(value)

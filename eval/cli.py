@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -217,8 +218,7 @@ def bench(
         raise DsparkError(f"output: found {output!r}, allowed: md, csv, json, jsonl")
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
-    for name, path in (("json", json_file), ("plot", plot_file)):
-        writable(name, path)
+    writable(json=json_file, plot=plot_file)
     settings = recipe(config, flags)
     if settings.rank_of is not None:
         if output not in ("md", "json") or plot_file is not None:
@@ -391,8 +391,7 @@ def evaluate(
     settings = eval_config({name: value for name, value in flags.items() if value is not None})
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
-    for name, path in (("json", json_file), ("trace", trace_file), ("plot", plot_file)):
-        writable(name, path)
+    writable(json=json_file, trace=trace_file, plot=plot_file)
     if trace_file is not None:
         if settings.scheduler != "none" or "chain" not in settings.trees:
             raise DsparkError("trace: found with a scheduler or without chains, allowed: chains, all of them verified")
@@ -464,7 +463,7 @@ def check(
         raise DsparkError(f"min_al: found {min_al:g}, allowed: 0 to 64")
     if context is not None and context < 1:
         raise DsparkError(f"context: found {context}, allowed: 1 or more")
-    writable("json", json_file)
+    writable(json=json_file)
 
     from eval.check import check as run_check
 
@@ -534,7 +533,7 @@ def trace_routing(
         raise DsparkError(f"out: found {str(out)!r}, allowed: a file that ends in .safetensors")
     if not out.parent.is_dir():
         raise DsparkError(f"out: folder {out.parent} does not exist")
-    writable("out", out)
+    writable(out=out)
     flags = dict(target=target, drafter="none", prompts=prompts, max_tokens=tokens, device=device, dtype=dtype, backend=backend)
     settings = recipe(None, flags)
 
@@ -580,8 +579,7 @@ def reproduce(
 
     what = room.WhatIf(al=al, gpus=gpus, hardware=hardware, tokens=tokens, tree=tree, requests=num_requests)
     room.check_options(name, what, run, output, plot_file)
-    for field, path in (("plot", plot_file), ("report", report_file)):
-        writable(field, path)
+    writable(plot=plot_file, report=report_file)
     if output == "json":
         sys.stdout.write(room.as_json(name, what))
     else:
@@ -688,7 +686,7 @@ def profile(
         warmup=warmup,
     )
     asked = options(flags, hardware, context, tree_tokens, between, tp)
-    writable("json", json_file)
+    writable(json=json_file)
     if hardware is not None:
         curve = predicted(asked, hardware, tp, context_of_call.obj)
     else:
@@ -750,8 +748,7 @@ def tune(
 
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
-    for name, path in (("yaml", yaml_file), ("json", json_file), ("plot", plot_file)):
-        writable(name, path)
+    writable(yaml=yaml_file, json=json_file, plot=plot_file)
     asked = room.Asked(
         curve, acceptance, rates, survival, steps, suite, temperature, room.requests(num_requests), context, latency,
         drafter, trees, other_machine, measure, seed,
@@ -843,8 +840,7 @@ def simulate(
 
     if plot_file is not None and plot_file.suffix not in (".svg", ".png"):
         raise DsparkError(f"plot: found {str(plot_file)!r}, allowed: a file that ends in .svg or .png")
-    for name, path in (("json", json_file), ("plot", plot_file)):
-        writable(name, path)
+    writable(json=json_file, plot=plot_file)
     accepted = Rates(curve, acceptance, rates, survival, None, suite, temperature)
     spreads = dict(spread_requests=spread_requests, spread_drafts=spread_drafts)
     asked = room.Asked(
@@ -865,9 +861,16 @@ def simulate(
         simulate_report.plot(found, plot_file)
 
 
-def writable(name: str, path: Path | None) -> None:
-    if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-        raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
+def writable(**outputs: Path | None) -> None:
+    """Refuses, before anything runs, an output that cannot be written or would take another one's place."""
+    seen: dict[Path, str] = {}
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise DsparkError(f"{name}: found {str(path)!r}, allowed: a file that can be written")
+        if (other := seen.setdefault(path.resolve(), name)) != name:
+            raise DsparkError(f"{name}: found {str(path)!r}, which is --{other} too, allowed: a file of its own")
 
 
 def write(name: str, path: Path, text: str) -> None:
@@ -890,6 +893,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = app(arguments, standalone_mode=False, obj=shlex.join(["dspark", *arguments]))
+        sys.stdout.flush()
+    except OSError as error:  # files that an option names are checked where they are opened
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        message = f"output: {error.strerror}"
+        sys.stdout = open(os.devnull, "w")  # what is left in the buffer has nowhere to go
     except DsparkError as error:
         message = str(error)
     except UsageError as error:

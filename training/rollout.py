@@ -130,11 +130,14 @@ def load_shards(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """The lines of prompts.jsonl. Raises ConfigError naming file and line."""
+    """The lines of prompts.jsonl. Raises ConfigError naming file, line and field."""
     found = []
     for number, line in enumerate(path.read_text().split("\n"), start=1):
         try:
             found += [json.loads(line)] if line else []
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: not JSON ({error})") from None
+        for name in ("turns", "source") if line else ():
+            if not isinstance(found[-1], dict) or not found[-1].get(name):
+                raise ConfigError(f"{path}:{number}: {name}: missing")
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from training.config import TrainConfig
 from dspark_runtime.errors import ConfigError, DsparkError
-from dspark_runtime.validation import read_json
+from dspark_runtime.validation import read_fields, read_json
 
 STAGES = ("prompts", "answers", "training")
 
@@ -274,10 +274,8 @@ def _train(
     def progress(done: int, total: int, parts: dict[str, float]) -> None:
         report(f"training, AL {parts['tau']:.2f}", done, total)
 
-    finished = trainer.run(progress, seconds)
-    if finished:
-        held = trainer.evaluate()
-        _json(folder / "training" / "held_out.json", held)
+    trainer.run(progress, seconds)
+    _json(folder / "training" / "held_out.json", trainer.evaluate())
     plot(trainer.curve, folder / "training" / "curve.png")
 
 
@@ -325,7 +323,7 @@ def _summary(config: TrainConfig, folder: Path) -> dict[str, Any]:
     }
     state = folder / "training" / "state.json"
     if state.is_file():
-        values = read_json(state)
+        values = read_fields(state, "step", "seconds", "curve")
         found |= {"step": values["step"], "seconds": values["seconds"], "last": values["curve"][-1] if values["curve"] else None}
     held = folder / "training" / "held_out.json"
     if held.is_file():

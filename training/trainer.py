@@ -24,7 +24,7 @@ from training.passes import (
     Step, TargetPass, block_mask, choose, dense_attention, dense_mask, draft_pass, flex, heads_pass,
 )  # fmt: skip
 from dspark_runtime.errors import ConfigError
-from dspark_runtime.validation import read_json
+from dspark_runtime.validation import read_fields
 from verify_kernels.rope import cos_sin_table
 
 SHARD_BYTES = 15_000_000
@@ -287,9 +287,9 @@ class Trainer:
     def _resume(self) -> None:
         from safetensors.torch import load_file
 
-        state = read_json(self.folder / "state.json")
-        if state.get("version") != STATE:
-            raise ConfigError(f"{self.folder}: state.json: version: found {state.get('version')}, allowed: {STATE}")
+        state = read_fields(self.folder / "state.json", "version", "config", "file", "step", "seconds", "curve")
+        if state["version"] != STATE:
+            raise ConfigError(f"{self.folder}: state.json: version: found {state['version']}, allowed: {STATE}")
         if state["config"] != self.config.model_dump(mode="json"):
             raise ConfigError(f"{self.folder}: holds a run of another recipe; use another folder, or that recipe")
         tensors = load_file(self.folder / state["file"], device=str(self.device))

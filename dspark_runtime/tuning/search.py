@@ -98,7 +98,7 @@ class Choice:
     @property
     def speculate(self) -> str:
         if not self.best.shape.spec.num_drafts:
-            return "no"
+            return "in doubt" if any(s.shape.spec.num_drafts for s in self.tied) else "no"
         return "yes" if self.ratio[0] > 1 else "in doubt"
 
     def regret(self, shape: Shape) -> float:

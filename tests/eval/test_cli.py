@@ -343,6 +343,7 @@ def test_config_says_what_a_file_is(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "-b", "100000000"], "num_requests: found 100000000, allowed: 1 to 4096"),
         (["bench", "--seed", "99999999999999999999999"], "seed: found"),
         (["bench", "--json", "."], "json: found '.', allowed: a file that can be written"),
+        (["bench", "--json", "x.svg", "--plot", "./x.svg"], "plot: found 'x.svg', which is --json too, allowed"),
         (["bench", "--prompts", "latin.jsonl"], "prompts: latin.jsonl: not UTF-8 (byte 15)"),
         (["bench", "--prompts", "nested.jsonl"], "prompts: nested.jsonl:1: expected one JSON object"),
         (["bench", "--prompts", "surrogate.jsonl"], "prompts: surrogate.jsonl:1: expected one JSON object"),
@@ -376,6 +377,14 @@ def test_a_full_disk_is_one_line(arguments: str, capsys: pytest.CaptureFixture[s
     assert dspark(*arguments.split(), "/dev/full") == 2
     error = capsys.readouterr().err
     assert error.endswith("/dev/full: No space left on device\n") and error.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a disk that is always full is a device of Linux")
+def test_output_to_a_full_disk_is_one_line() -> None:
+    call = [sys.executable, "-m", "eval.cli", "config", "configs/bench/default.yaml"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr == "dspark: output: No space left on device\n"
 
 
 # --------------------------------------------------------------------------------------------------------------- eval

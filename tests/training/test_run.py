@@ -228,6 +228,18 @@ def test_a_damaged_file_of_a_run_is_named(name: str, words: str, checkpoint: Pat
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name, words", [
+    ("prompts.jsonl", "prompts.jsonl:1: turns: missing"), ("training/state.json", "state.json: config: missing"),
+])  # fmt: skip
+def test_an_incomplete_file_of_a_run_is_named(name: str, words: str, checkpoint: Path, finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "incomplete"
+    shutil.copytree(finished, folder)
+    (folder / name).write_text('{"version": 2, "source": "x"}')
+    with pytest.raises(ConfigError) as error:
+        train(tiny.config(checkpoint), folder, nothing, **CPU)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
 def test_another_schedule_on_the_same_answers_needs_its_own_training_folder(checkpoint: Path, finished: Path, answered: Path) -> None:
     shorter = tiny.config(checkpoint, training=dict(steps=2))
     with pytest.raises(ConfigError, match="holds a run of another recipe"):
@@ -251,7 +263,8 @@ def test_the_command_trains_and_evaluates(
     here = ["--device", "cpu", "--dtype", "float32", "--quiet"]
     call = ["train", "recipe.yaml", "--out", "run", "--prompts", "own.jsonl", "--evaluation", "test.jsonl", *here]
     assert dspark(*call, "--minutes", "0") == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 1
+    stopped = json.loads(capsys.readouterr().out)
+    assert stopped["step"] == 1 and stopped["held_out"]["tau"] > 1
     assert dspark(*call) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["step"] == 8 and summary["prompts"]["own.jsonl"] == 1 and summary["held_out"]["tau"] > 1
