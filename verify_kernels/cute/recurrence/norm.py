@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from verify_kernels.cute.recurrence.verify import DIM, sigmoid
+from verify_kernels.cute.recurrence.verify import DIM
 
 THREADS = 128
 
@@ -71,7 +71,7 @@ class GatedNorm:
             cute.autovec_copy(runs[None, 4 // self.vector * lane + i], kept[None, i])
         scale = cute.math.rsqrt(self.total(x[token, head, None], lane) / DIM + eps)
         for i in cutlass.range_constexpr(4):
-            found = values[i].to(Float32) * scale * factors[i] * sigmoid(raw[i].to(Float32))
+            found = values[i].to(Float32) * scale * factors[i] / (1.0 + cute.math.exp(-raw[i].to(Float32)))
             values[i] = found.to(self.dtype)
         cute.autovec_copy(values, cute.tiled_divide(out[token, head, None], (4,))[None, lane])
 

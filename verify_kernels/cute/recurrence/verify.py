@@ -54,6 +54,7 @@ WIDTH = 4  # taps of the convolution
 CHUNK = 8  # nodes whose products with a row are summed together, with key and query
 TILE = 4  # rows of the state, or keys, in a thread's registers
 SHARE = DIM // 8  # channels of a row that one of 8 lanes holds
+LOG2_E = 1.4426950408889634
 EPS = 1e-6  # under the root of the norms of queries and keys
 NOTHING = -WIDTH  # a tap before the request's beginning; -1 - w is row w of the window, others are tokens
 
@@ -75,10 +76,10 @@ class KdaVerify:
         self.parts = DIM // columns
         self.groups = 4 if columns == 64 else 1  # of TILE rows that a warp holds
         self.state_warps = columns // (TILE * self.groups)
-        self.warps = 4 if columns == 64 else 8
+        self.warps = 4 if columns == 64 else min(nodes, 16)
         self.threads = 32 * self.warps
-        # Registers are shared out so, and shared memory but for 16 nodes x 64 columns.
-        self.resident = 2 if columns < 64 else 3 if nodes < 32 else 1
+        # CTAs on a multiprocessor that registers, and mostly shared memory, are for.
+        self.resident = (3 if nodes < 32 else 1) if columns == 64 else 16 // self.warps
 
     def shared(self) -> tuple[tuple[type[cutlass.Numeric], int, int], ...]:
         """(element, rows, columns) of what lies in shared memory."""
@@ -341,7 +342,7 @@ class KdaVerify:
             mine = t % self.parts == part
             self.read(raw_gate[first + t, None], head * DIM + 4 * four, raw)
             for i in cutlass.range_constexpr(4):
-                out[i] = lower_bound * sigmoid(rate * (raw[i].to(Float32) + bias[i]))
+                out[i] = lower_bound * self.sigmoid(rate * (raw[i].to(Float32) + bias[i]))
             cute.autovec_copy(out, cute.tiled_divide(gates[t, None], (4,))[None, four])
             if mine:
                 cute.autovec_copy(out, cute.tiled_divide(log_decay[t, None], (4,))[None, four])
@@ -360,7 +361,7 @@ class KdaVerify:
             )
             cute.autovec_copy(out, cute.tiled_divide(values[t, None], (4,))[None, column])
         if thread < count:
-            beta[thread, 0] = sigmoid(raw_beta[first + thread, head].to(Float32))
+            beta[thread, 0] = self.sigmoid(raw_beta[first + thread, head].to(Float32))
 
     @cute.jit
     def read(self, source: cute.Tensor, channel: Int32, raw: cute.Tensor) -> None:
@@ -397,7 +398,7 @@ class KdaVerify:
             mixed = Float32(0.0)
             for k in cutlass.range_constexpr(WIDTH):
                 mixed += seen[i, k].to(Float32) * weights[k, i]
-            mixed = mixed * sigmoid(mixed)
+            mixed = mixed * self.sigmoid(mixed, exact=self.dtype.width > 16)
             out[i] = mixed.to(self.dtype).to(Float32)
 
     @cute.jit
@@ -426,14 +427,14 @@ class KdaVerify:
             along.fill(0.0)
             for j in cutlass.range(t + 1, unroll=4):
                 cute.autovec_copy(cute.tiled_divide(gates[j, None], (4,))[None, four], gate)
-                on = (line >> j) & 1 == 1
+                on = ((line >> j) & 1).to(Float32)
                 for i in cutlass.range_constexpr(4):
-                    along[i] = along[i] + (gate[i] if on else Float32(0.0))
+                    along[i] = along[i] + on * gate[i]
             key_row, query_row = (cute.tiled_divide(both[at, None], (4,))[None, four] for at in (t, self.nodes + t))
             cute.autovec_copy(key_row, key)
             cute.autovec_copy(query_row, query)
-            of_key = inverse_norm(squares[t, None])
-            of_query = inverse_norm(squares[self.nodes + t, None]) * DIM**-0.5
+            of_key = cute.math.rsqrt(self.total(squares[t, None], four) + EPS)
+            of_query = cute.math.rsqrt(self.total(squares[self.nodes + t, None], four) + EPS) * DIM**-0.5
             for i in cutlass.range_constexpr(4):
                 key[i] = key[i] * of_key
             if t % self.parts == part:
@@ -447,6 +448,20 @@ class KdaVerify:
             cute.autovec_copy(key, key_row)
             cute.autovec_copy(query, query_row)
             cute.autovec_copy(back, cute.tiled_divide(faded[t, None], (4,))[None, four])
+
+    @cute.jit
+    def total(self, parts: cute.Tensor, lane: Int32) -> Float32:
+        """The sum of 32 numbers, in every lane of a warp."""
+        return cute.arch.warp_reduction_sum(parts[lane])
+
+    @cute.jit
+    def sigmoid(self, value: Float32, exact: cutlass.Constexpr = True) -> Float32:
+        """Where not exact: to about 1e-6, for what is rounded to 16 bits after it."""
+        if const_expr(exact):
+            falling = cute.math.exp(-value)
+        else:
+            falling = cute.math.exp2(value * -LOG2_E, fastmath=True)
+        return self.reciprocal(1.0 + falling)
 
     @cute.jit
     def reciprocal(self, value: Float32) -> Float32:
@@ -587,7 +602,7 @@ class KdaVerify:
         count: Int32,
         thread: Int32,
     ) -> None:
-        """system [j, t]: beta_t times key t with key j; scores [j, t]: query t with key j; 0 where j is no ancestor."""
+        """system [j, t]: -beta_t times key t with key j; scores [j, t]: query t with key j; 0 where j is no ancestor."""
         mine = self.values_of(1)
         eighth = mine * TILE // 8
         begin = thread % 8 * eighth
@@ -600,7 +615,7 @@ class KdaVerify:
                 if quarter // 2 == 1:
                     scores[j, t] = found
                 else:
-                    system[j, t] = beta[t, 0] * found
+                    system[j, t] = -beta[t, 0] * found
 
     @cute.jit
     def solve(self, system: cute.Tensor, solved: cute.Tensor, t0: Int32, thread: Int32) -> None:
@@ -617,7 +632,7 @@ class KdaVerify:
                     cute.autovec_copy(row[None, t0 // 4 + four], factors)
                     for i in cutlass.range_constexpr(4):
                         if const_expr(4 * four + i > j):
-                            u[4 * four + i] = u[4 * four + i] - factors[i] * u[j]
+                            u[4 * four + i] = u[4 * four + i] + factors[i] * u[j]
                 solved[t0 + j + 1, thread] = u[j + 1]
 
     @cute.jit
@@ -628,7 +643,7 @@ class KdaVerify:
             t, column = after + i // self.columns, i % self.columns
             rest = solved[t, column]
             for j in cutlass.range_constexpr(CHUNK):
-                rest -= system[t0 + j, t] * solved[t0 + j, column]
+                rest += system[t0 + j, t] * solved[t0 + j, column]
             solved[t, column] = rest
 
     @cute.jit
@@ -660,21 +675,3 @@ def highest(word: Int32) -> Int32:
     for step in cutlass.range_constexpr(5):
         word = word | (word >> (1 << step))
     return cute.arch.popc(word) - 1
-
-
-@cute.jit
-def sigmoid(value: Float32) -> Float32:
-    return 1.0 / (1.0 + cute.math.exp(-value))
-
-
-@cute.jit
-def inverse_norm(squares: cute.Tensor) -> Float32:
-    """1 / length of a vector, from 32 parts of its sum of squares."""
-    parts = cute.make_rmem_tensor(4, Float32)
-    total = cute.make_rmem_tensor(4, Float32)
-    total.fill(0.0)
-    for i in cutlass.range_constexpr(8):
-        cute.autovec_copy(cute.tiled_divide(squares, (4,))[None, i], parts)
-        for k in cutlass.range_constexpr(4):
-            total[k] = total[k] + parts[k]
-    return cute.math.rsqrt(total[0] + total[1] + (total[2] + total[3]) + EPS)
