@@ -171,31 +171,37 @@ def tree_rejection(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, 
     columns = torch.arange(tree.depth + 1, device=rows.device)
     node = torch.zeros_like(tree.num_nodes)
     kept = torch.zeros_like(node)
-    path = torch.where(columns == 0, 0, -1).expand(r, -1)
+    path = torch.where(columns == 0, 0, -1).repeat(r, 1)
     p = probs[rows[:, 0]]
-    q = None if tree.probs is None else tree.probs[:, 0]
+    q = None if tree.probs is None else tree.probs[:, 0].clone()
     for j in range(1, n):  # a parent comes before its children, so one pass in index order meets every child in turn
-        x = tree.tokens[:, j]
-        trial = (tree.parents[:, j] == node) & (x >= 0)
-        ids = x.clamp(min=0)[:, None]
-        px = p.gather(1, ids).squeeze(1)
-        qx = torch.zeros_like(px) if q is None else q.gather(1, ids).squeeze(1)
-        accept = trial & (u[:, j] * torch.where(qx > 0, qx, 1.0).double() < px)
+        trial = (tree.parents[:, j] == node) & (tree.tokens[:, j] >= 0)
+        at: Tensor | slice = slice(None)
+        if rows.device.type == "cpu":  # where reading is free: only the requests that are at this node's parent
+            at = trial.nonzero().squeeze(1)
+            if not len(at):
+                continue
+        trial, ids = trial[at], tree.tokens[at, j].clamp(min=0)[:, None]
+        pj = p[at]
+        px = pj.gather(1, ids).squeeze(1)
+        qj = None if q is None else q[at]
+        qx = torch.zeros_like(px) if qj is None else qj.gather(1, ids).squeeze(1)
+        accept = trial & (u[at, j] * torch.where(qx > 0, qx, 1.0).double() < px)
         reject = (trial & ~accept)[:, None]
 
-        residual = p if q is None else (p - q * (qx > 0)[:, None]).clamp(min=0.0)
+        residual = pj if qj is None else (pj - qj * (qx > 0)[:, None]).clamp(min=0.0)
         residual = residual.scatter(1, ids, 0.0)
         mass = residual.sum(1, keepdim=True)
-        p = torch.where(reject & (mass > _TINY), residual / mass.clamp(min=_TINY), p)
-        p = torch.where(accept[:, None], probs[rows[:, j]], p)
-        if q is not None:
-            rest = q.scatter(1, ids, 0.0)
+        pj = torch.where(reject & (mass > _TINY), residual / mass.clamp(min=_TINY), pj)
+        p[at] = torch.where(accept[:, None], probs[rows[at, j]], pj)
+        if qj is not None:
+            rest = qj.scatter(1, ids, 0.0)
             mass = rest.sum(1, keepdim=True)
-            q = torch.where(reject, rest / mass.masked_fill(mass == 0, 1.0), q)
-            q = torch.where(accept[:, None], tree.probs[:, j], q)
-        node = torch.where(accept, j, node)
-        kept = kept + accept
-        path = torch.where(accept[:, None] & (columns == kept[:, None]), j, path)
+            qj = torch.where(reject, rest / mass.masked_fill(mass == 0, 1.0), qj)
+            q[at] = torch.where(accept[:, None], tree.probs[at, j], qj)
+        node[at] = torch.where(accept, j, node[at])
+        kept[at] += accept
+        path[at] = torch.where(accept[:, None] & (columns == kept[at, None]), j, path[at])
     return emit(tree, path, kept, rng.sample(p, rng.uniform(seeds, counters + kept, rng.TARGET)))
 
 

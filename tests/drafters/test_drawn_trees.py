@@ -187,4 +187,4 @@ def test_the_profile_of_draws_is_a_distribution_over_siblings_and_its_tree_is_th
     for n, depth in ((2, 7), (16, 7), (64, 7), (9, 2)):
         spec = drawn_tree(n, depth)
         assert spec.num_nodes == n and spec.depth <= depth
-        assert spec == best_tree(drawn_profile(0.66, 16), n, depth)
+        assert spec == best_tree(drawn_profile(0.6, 16), n, depth)
