@@ -27,24 +27,29 @@ def most_contributors(row_tiles: int, k_tiles: int, share: int) -> int:
 
 
 def tile(rows: int, tokens: int, multiprocessors: int, step: int = 8, kind: str = "plain") -> tuple[int, int]:
-    """(rows, k) of a tile for weights of so many rows: one row tile to a multiprocessor where that keeps nearly all of
-    them busy, and x, which every one of them reads, is not much more than its weights.
+    """(rows, k) of a tile for weights of so many rows: each multiprocessor has as many whole row tiles as the others.
 
-    step: what the rows of a warpgroup are a multiple of. A stage of less than 16 KB of weights is not worth its
-    barrier, so low tiles are long, unless x takes the room. Packed tiles are one warpgroup high and as long as makes
-    enough of them busy.
+    Low ones of up to 64 rows: a ring of many small stages has more on its way than one of few large stages. The more
+    tokens, the more of x is read with every row tile, so at 64 tokens, and earlier where row tiles are many (an LM
+    head), they are higher. Where rows do not divide so without leaving multiprocessors idle, row tiles are shared.
+
+    step: what the rows of a warpgroup are a multiple of. A stage holds at least 8 KB of weights, unless x takes the
+    room. Packed tiles are one warpgroup high, and longer: each of their warpgroups takes 128 columns.
+    `eval/results/h200/linear.json` has what these rules are made from.
     """
     least = -(-rows // multiprocessors)
-    groups = -(-least // 64)
-    height = -(-least // (step * groups)) * step * groups
-    row_tiles = -(-rows // height)
-    most = 192 if kind == "plain" else 64
-    if not max(16, tokens // 2) <= height <= most or row_tiles * (1 + SLACK) < multiprocessors:
-        # The higher the tiles, the less often x is read: 2.5 % of the time of an LM head at 32 tokens.
-        height = 128 if kind == "plain" and least > 512 and tokens > 8 else 64
+    most = 64
+    if kind == "plain" and tokens > 8:
+        most = 192 if tokens == 64 else 128 if least > 512 else 64
+    turns = -(-least // most)
+    each = -(-least // turns)
+    groups = -(-each // 64)
+    height = -(-each // (step * groups)) * step * groups
+    if height < max(16, tokens // 2) or -(-rows // height) * (1 + SLACK) < turns * multiprocessors:
+        height = most if turns > 1 else 64
     if kind != "plain":
-        return height, 512 if height <= 32 and tokens <= 16 else 256
-    return height, 256 if height <= 32 and tokens <= 16 else 128
+        return height, 512 if height <= 32 and tokens <= 32 else 256
+    return height, 256 if height < 32 and tokens <= 16 else 128
 
 
 def stages(rows: int, tile_k: int, tokens: int, resident: int = 1, kind: str = "plain") -> int:
