@@ -325,7 +325,7 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         batch, (heads, dim) = plan.batch, dt_bias.shape
         variant = recurrence_run.choose(
             x.dtype, batch.num_requests, heads, batch.max_query_len, batch.ancestor_masks is not None,
-            recurrence_run.vector_of(x, raw_gate), dim=dim, width=conv.shape[1],
+            dim=dim, width=conv.shape[1],
         )  # fmt: skip
         weights = (conv, a_log, dt_bias, lower_bound)
         return recurrence_run.verify(kernel(variant), plan, x, raw_gate, raw_beta, *weights, state, window)
@@ -337,7 +337,7 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         recurrence_run.commit(kernel(variant), state, window, records, rows, context_lens, path)
 
     def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-        variant = recurrence_run.choose_norm(x.dtype, x.shape[-1], recurrence_run.vector_of(gate))
+        variant = recurrence_run.choose_norm(x.dtype, x.shape[-1])
         return recurrence_run.gated_norm(kernel(variant), x, weight, gate, eps)
 
     served = {

@@ -200,13 +200,12 @@ class KdaVerifyVariant:
     dtype: str
     nodes: int
     columns: int
-    vector: int
     tree: bool
 
     @property
     def name(self) -> str:
         shape = "tree" if self.tree else "chain"
-        return f"kda_verify_{self.dtype}_{shape}{self.nodes}_c{self.columns}_v{self.vector}"
+        return f"kda_verify_{self.dtype}_{shape}{self.nodes}_c{self.columns}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,11 +227,10 @@ class GatedNormVariant:
 
     family: ClassVar = "recurrence"
     dtype: str
-    vector: int
 
     @property
     def name(self) -> str:
-        return f"gated_norm_{self.dtype}_v{self.vector}"
+        return f"gated_norm_{self.dtype}"
 
 
 AnyVariant = (

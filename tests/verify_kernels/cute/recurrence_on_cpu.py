@@ -59,6 +59,7 @@ class Verify(KdaVerify):
         gates: cute.Tensor,
         squares: cute.Tensor,
         values: cute.Tensor,
+        value_taps: cute.Tensor,
         own: cute.Tensor,
         system: cute.Tensor,
         scores: cute.Tensor,
@@ -70,15 +71,17 @@ class Verify(KdaVerify):
         first = offsets[request]
         count = offsets[request + 1] - first
         row, started = rows[request], context_lens[request] > 0
-        weights = cute.make_rmem_tensor(cute.make_layout((WIDTH, 4, 3)), Float32)
+        weights = cute.make_rmem_tensor(cute.make_layout((WIDTH, 4, 2)), Float32)
+        bias = cute.make_rmem_tensor(4, Float32)
         for thread in cutlass.range(self.threads, unroll=1):
+            self.fetch_taps(conv, part, head, state.shape[1], value_taps, thread)
             self.fetch_state(state[row, head, None, None], started, part, own, thread)
             self.find_taps(ancestors, first, count, started, taps, lines, thread)
         for thread in cutlass.range(self.threads, unroll=1):
-            self.read_weights(conv, part, head, weights, thread, state.shape[1])
+            self.read_weights(conv, dt_bias[head, None], part, head, weights, bias, thread, state.shape[1])
             self.convolve(
-                x, raw_gate, raw_beta, a_log, dt_bias, lower_bound, window[row, None, None], taps, weights, first, count,
-                part, head, inputs[request, None, None], log_decay[request, None, head, None], both, gates, squares,
+                x, raw_gate, raw_beta, lower_bound, window[row, None, None], taps, weights, value_taps, bias,
+                cute.math.exp(a_log[head]), first, count, part, head, inputs[request, None, None], log_decay[request, None, head, None], both, gates, squares,
                 values, beta, thread,
             )  # fmt: skip
         for thread in cutlass.range(self.threads, unroll=1):
@@ -231,7 +234,7 @@ def _spoil(shared: tuple[Tensor, ...]) -> None:
 
 def verify(variant: Any, *arguments: Any) -> None:
     """As the kernel is called (see `KdaVerify.__call__`), without `fresh`. x's dtype may be float32 too."""
-    kernel = Verify(DTYPES[variant.dtype], variant.nodes, variant.columns, variant.vector, variant.tree)
+    kernel = Verify(DTYPES[variant.dtype], variant.nodes, variant.columns, variant.tree)
     shared = tuple(torch.empty(shape, dtype=torch.int32 if e is i32 else torch.float32) for e, *shape in kernel.shared())
     call = _compiled(variant, build.verify_arguments(variant, kernel.dtype)[:-1], kernel, shared)
     requests, heads = arguments[10].shape[0], arguments[8].shape[1]
@@ -260,9 +263,9 @@ def commit(variant: Any, *arguments: Tensor) -> None:
 
 def norm(variant: Any, *arguments: Any) -> None:
     """As the kernel is called (see `GatedNorm.__call__`)."""
-    kernel = Norm(DTYPES[variant.dtype], variant.vector)
+    kernel = Norm(DTYPES[variant.dtype])
     if variant not in _COMPILED:
-        fakes = [_on_cpu(a) for a in build.norm_arguments(variant, kernel.dtype)]
+        fakes = [_on_cpu(a) for a in build.norm_arguments(kernel.dtype)]
         _COMPILED[variant] = cute.compile(kernel.all_rows, *fakes, options="--enable-tvm-ffi")
     _COMPILED[variant](*arguments)
 

@@ -17,28 +17,28 @@ def compiled(variant: KdaVerifyVariant | KdaCommitVariant | GatedNormVariant, op
     """The DSL's compiled function of a variant."""
     dtype = DTYPES[variant.dtype]
     if isinstance(variant, KdaVerifyVariant):
-        kernel = KdaVerify(dtype, variant.nodes, variant.columns, variant.vector, variant.tree)
+        kernel = KdaVerify(dtype, variant.nodes, variant.columns, variant.tree)
         arguments = verify_arguments(variant, dtype)
     elif isinstance(variant, KdaCommitVariant):
         kernel, arguments = KdaCommit(dtype, variant.nodes), commit_arguments(dtype)
     else:
-        kernel, arguments = GatedNorm(dtype, variant.vector), norm_arguments(variant, dtype)
+        kernel, arguments = GatedNorm(dtype), norm_arguments(dtype)
     return cute.compile(kernel, *arguments, stream(), options=options)
 
 
 def verify_arguments(variant: KdaVerifyVariant, dtype: Any) -> tuple[Any, ...]:
     """Of `KdaVerify.__call__`."""
-    vector, tokens, heads, channels, requests = variant.vector, size(), size(), size(divisibility=4), size()
+    tokens, heads, channels, requests = size(), size(), size(divisibility=4), size()
 
-    def matrix(columns: Any, vector: int) -> Any:
+    def matrix(columns: Any, even: int) -> Any:
         """Rows may lie apart: slices of one product."""
-        return strided(dtype, (tokens, columns), (stride(vector), 1), assumed_align=dtype.width // 8 * vector)
+        return strided(dtype, (tokens, columns), (stride(even), 1), assumed_align=dtype.width // 8 * even)
 
     state = strided(f32, (size(), heads, DIM, DIM), (stride(4), DIM * DIM, DIM, 1), assumed_align=16)
     window = strided(dtype, (size(), WIDTH - 1, channels), (stride(4), stride(4), 1), assumed_align=8)
     record = compact(f32, requests, size(), heads, DIM)
     return (
-        matrix(channels, vector), matrix(size(divisibility=4), vector), matrix(heads, 1),
+        matrix(channels, 2), matrix(size(divisibility=4), 2), matrix(heads, 1),
         compact(f32, channels, WIDTH), compact(f32, heads), compact(f32, heads, DIM), f32(0.0), f32(1.0),
         state, window, compact(i64, requests), compact(i32, requests), compact(i32, size()),
         compact(i64, tokens) if variant.tree else None,
@@ -60,9 +60,9 @@ def commit_arguments(dtype: Any) -> tuple[Any, ...]:
     return state, rows(WIDTH - 1), rows(nodes), record, record, record, index, index, path
 
 
-def norm_arguments(variant: GatedNormVariant, dtype: Any) -> tuple[Any, ...]:
+def norm_arguments(dtype: Any) -> tuple[Any, ...]:
     """Of `GatedNorm.__call__`."""
-    vector, tokens, heads = variant.vector, size(), size()
+    tokens, heads = size(), size()
     rows = compact(dtype, tokens, heads, DIM)
-    gate = strided(dtype, (tokens, heads, DIM), (stride(vector), stride(vector), 1), assumed_align=2 * vector)
+    gate = strided(dtype, (tokens, heads, DIM), (stride(2), stride(2), 1), assumed_align=4)
     return rows, compact(f32, DIM, align=16), gate, f32(0.0), rows

@@ -14,20 +14,17 @@ THREADS = 128
 
 
 class GatedNorm:
-    """See `verify_kernels.reference.recurrence.gated_rms_norm`. vector: elements of a gate's row that can be read at
-    once."""
+    """See `verify_kernels.reference.recurrence.gated_rms_norm`."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], vector: int) -> None:
-        if vector not in (1, 2, 4):
-            raise ValueError(f"gated_rms_norm: vector: found {vector}, allowed: 1, 2, 4")
-        self.dtype, self.vector = dtype, vector
+    def __init__(self, dtype: type[cutlass.Numeric]) -> None:
+        self.dtype = dtype
 
     @cute.jit
     def __call__(
         self,
         x: cute.Tensor,  # [N, H, 128]
         weight: cute.Tensor,  # [128] float32
-        gate: cute.Tensor,  # [N, H, 128], any stride between tokens
+        gate: cute.Tensor,  # [N, H, 128], an even number of elements between tokens
         eps: Float32,
         out: cute.Tensor,  # [N, H, 128]
         stream: Any,
@@ -66,9 +63,9 @@ class GatedNorm:
         raw = cute.make_rmem_tensor(4, self.dtype)
         cute.autovec_copy(cute.tiled_divide(weight, (4,))[None, lane], factors)
         cute.autovec_copy(cute.tiled_divide(x[token, head, None], (4,))[None, lane], values)
-        runs, kept = cute.tiled_divide(gate[token, head, None], (self.vector,)), cute.tiled_divide(raw, (self.vector,))
-        for i in cutlass.range_constexpr(4 // self.vector):
-            cute.autovec_copy(runs[None, 4 // self.vector * lane + i], kept[None, i])
+        pairs, kept = cute.tiled_divide(gate[token, head, None], (2,)), cute.tiled_divide(raw, (2,))
+        for i in cutlass.range_constexpr(2):
+            cute.autovec_copy(pairs[None, 2 * lane + i], kept[None, i])
         scale = cute.math.rsqrt(self.total(x[token, head, None], lane) / DIM + eps)
         for i in cutlass.range_constexpr(4):
             found = values[i].to(Float32) * scale * factors[i] / (1.0 + cute.math.exp(-raw[i].to(Float32)))

@@ -60,13 +60,10 @@ def _name(dtype: torch.dtype, what: str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def vector_of(*tensors: Tensor) -> int:
-    """Elements, at most 4, that can be read at once from a multiple of four on in every row."""
-    found = 4
-    for t in tensors:
-        for n in (*(t.stride(i) for i in range(t.dim() - 1)), t.data_ptr() // t.element_size()):
-            found = math.gcd(found, n)
-    return found
+def even(t: Tensor) -> Tensor:
+    """t, copied where its rows start at odd elements: kernels read pairs."""
+    starts = (*t.stride()[:-1], t.data_ptr() // t.element_size())
+    return t if t.stride(-1) == 1 and all(n % 2 == 0 for n in starts) else t.contiguous()
 
 
 def choose(
@@ -75,14 +72,13 @@ def choose(
     heads: int,
     nodes: int,
     tree: bool,
-    vector: int = 4,
     *,
     dim: int = DIM,
     width: int = WIDTH,
     multiprocessors: int = H200_MULTIPROCESSORS,
 ) -> KdaVerifyVariant:
-    """The variant for so many requests of up to `nodes` nodes: few columns a CTA where there are few heads, many where
-    there are more heads than multiprocessors, each of which makes the keys of a node once."""
+    """The variant for so many requests of up to `nodes` nodes. Every CTA makes all keys of its head, so columns are as
+    few as give each multiprocessor a CTA at most, and where there are too many heads for that, as many as go."""
     for field, found, good, allowed in (
         ("nodes", nodes, 1 <= nodes <= MAX_NODES, f"1 to {MAX_NODES}"),
         ("head_dim", dim, dim == DIM, DIM),
@@ -91,9 +87,9 @@ def choose(
         if not good:
             raise KernelError(f"kda_verify: {field}: found {found}, allowed: {allowed}, {INSTEAD}")
     padded = max(8, 1 << (nodes - 1).bit_length())
-    most = 32 if padded == MAX_NODES else 64  # shared memory for two CTAs on a multiprocessor
-    columns = next((c for c in (64, 32, 16) if c <= most and requests * heads * (DIM // c) >= 2 * multiprocessors), 8)
-    return KdaVerifyVariant(_name(dtype, "kda_verify"), padded, columns, vector, tree)
+    fit = (c for c in (8, 16, 32) if requests * heads * (DIM // c) <= multiprocessors)
+    most = 32 if padded == MAX_NODES else 64  # 64 would leave four warps to a multiprocessor
+    return KdaVerifyVariant(_name(dtype, "kda_verify"), padded, next(fit, most), tree)
 
 
 def choose_commit(dtype: torch.dtype, nodes: int) -> KdaCommitVariant:
@@ -103,11 +99,11 @@ def choose_commit(dtype: torch.dtype, nodes: int) -> KdaCommitVariant:
     return KdaCommitVariant(_name(dtype, "commit_states"), 16 if nodes <= 16 else MAX_NODES)
 
 
-def choose_norm(dtype: torch.dtype, dim: int, vector: int) -> GatedNormVariant:
+def choose_norm(dtype: torch.dtype, dim: int) -> GatedNormVariant:
     """The variant of the gated norm of rows of `dim`."""
     if dim != DIM:
         raise KernelError(f"gated_rms_norm: head_dim: found {dim}, allowed: {DIM}, {INSTEAD}")
-    return GatedNormVariant(_name(dtype, "gated_rms_norm"), vector)
+    return GatedNormVariant(_name(dtype, "gated_rms_norm"))
 
 
 def lift_of(nodes: int, lower_bound: float) -> float:
@@ -138,7 +134,7 @@ def verify(
     y = x.new_empty(len(x), *dt_bias.shape)
     records = plan.records(state, x.shape[1], x.dtype)
     kernel(
-        x, raw_gate, raw_beta, conv, a_log, dt_bias, lower_bound, lift_of(batch.max_query_len, lower_bound), state,
+        even(x), even(raw_gate), raw_beta, conv, a_log, dt_bias, lower_bound, lift_of(batch.max_query_len, lower_bound), state,
         window, batch.state_rows, batch.context_lens, batch.request_offsets, batch.ancestor_masks, y, records.inputs,
         records.keys, records.log_decay, records.updates, int(plan.fresh),
     )  # fmt: skip
@@ -179,5 +175,5 @@ def gated_norm(kernel: Kernel, x: Tensor, weight: Tensor, gate: Tensor, eps: flo
     """The reference's `gated_rms_norm` by a compiled `choose_norm`: x [N, H, 128] without gaps, gate alike but for its
     strides. Capturable."""
     out = torch.empty_like(x)
-    kernel(x, weight, gate, eps, out)
+    kernel(x, weight, even(gate), eps, out)
     return out

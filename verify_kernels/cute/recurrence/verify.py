@@ -61,32 +61,31 @@ NOTHING = -WIDTH  # a tap before the request's beginning; -1 - w is row w of the
 
 class KdaVerify:
     """One compiled variant. nodes: 8, 16 or 32, of which a request may have fewer; columns: values of a head in a CTA, 8,
-    16, 32 or 64; vector: elements of x and of the gate that can be read at once, 1, 2 or 4; tree: ancestors are read,
-    else each request is a chain."""
+    16, 32 or 64; tree: ancestors are read, else each request is a chain. Rows of x and of the gate are an even number
+    of elements apart."""
 
     on_gpu = True
 
-    def __init__(self, dtype: type[cutlass.Numeric], nodes: int, columns: int, vector: int, tree: bool) -> None:
-        for name, found, allowed in (
-            ("nodes", nodes, (8, 16, 32)), ("columns", columns, (8, 16, 32, 64)), ("vector", vector, (1, 2, 4))
-        ):  # fmt: skip
+    def __init__(self, dtype: type[cutlass.Numeric], nodes: int, columns: int, tree: bool) -> None:
+        for name, found, allowed in (("nodes", nodes, (8, 16, 32)), ("columns", columns, (8, 16, 32, 64))):
             if found not in allowed:
                 raise ValueError(f"kda_verify: {name}: found {found}, allowed: {', '.join(map(str, allowed))}")
-        self.dtype, self.nodes, self.columns, self.vector, self.tree = dtype, nodes, columns, vector, tree
+        self.dtype, self.nodes, self.columns, self.tree = dtype, nodes, columns, tree
         self.parts = DIM // columns
+        self.words = 4 * dtype.width // 32  # that four elements take
         self.groups = 4 if columns == 64 else 1  # of TILE rows that a warp holds
         self.state_warps = columns // (TILE * self.groups)
         self.warps = 4 if columns == 64 else min(nodes, 16)
         self.threads = 32 * self.warps
-        # CTAs on a multiprocessor that registers, and mostly shared memory, are for.
-        self.resident = (3 if nodes < 32 else 1) if columns == 64 else 16 // self.warps
+        # CTAs on a multiprocessor that registers are kept for.
+        self.resident = 16 // self.warps if columns < 64 else 3
 
     def shared(self) -> tuple[tuple[type[cutlass.Numeric], int, int], ...]:
         """(element, rows, columns) of what lies in shared memory."""
         nodes, columns = self.nodes, self.columns
         integers = ((Int32, nodes, WIDTH), (Int32, nodes, 1))  # taps, lines
         vectors = ((2 * nodes, DIM), (nodes, DIM), (nodes, DIM), (2 * nodes, 32))  # both, faded, gates, squares
-        own = ((nodes, columns), (columns, DIM))  # values, state
+        own = ((nodes, columns), (columns, WIDTH), (columns, DIM))  # values, their taps, state
         pairs = ((nodes, nodes), (nodes, nodes))  # system, scores
         return (*integers, *((Float32, *shape) for shape in ((nodes, 1), *vectors, *own, *pairs)))
 
@@ -165,7 +164,7 @@ class KdaVerify:
         def room(element: type[cutlass.Numeric], rows: int, columns: int) -> cute.Tensor:
             return smem.allocate_tensor(element, cute.make_layout((rows, columns), stride=(columns, 1)), 16)
 
-        taps, lines, beta, both, faded, gates, squares, values, own, system, scores = (
+        taps, lines, beta, both, faded, gates, squares, values, value_taps, own, system, scores = (
             room(*shape) for shape in self.shared()
         )
         solved, reads = self.after_gates(gates)
@@ -175,17 +174,23 @@ class KdaVerify:
         first = offsets[request]
         count = offsets[request + 1] - first
         row, started = rows[request], context_lens[request] > 0
+        self.fetch_taps(conv, part, head, state.shape[1], value_taps, thread)
+        cute.arch.cp_async_commit_group()
         self.fetch_state(state[row, head, None, None], started, part, own, thread)
-        taps_of = cute.make_rmem_tensor(cute.make_layout((WIDTH, 4, 3)), Float32)
-        self.read_weights(conv, part, head, taps_of, thread, state.shape[1])
+        cute.arch.cp_async_commit_group()
+        weights = cute.make_rmem_tensor(cute.make_layout((WIDTH, 4, 2)), Float32)
+        bias = cute.make_rmem_tensor(4, Float32)
+        self.read_weights(conv, dt_bias[head, None], part, head, weights, bias, thread, state.shape[1])
+        rate = cute.math.exp(a_log[head])
         self.find_taps(ancestors, first, count, started, taps, lines, thread)
+        cute.arch.cp_async_wait_group(1)
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
 
         self.convolve(
-            x, raw_gate, raw_beta, a_log, dt_bias, lower_bound, window[row, None, None], taps, taps_of, first, count,
-            part, head, inputs[request, None, None], log_decay[request, None, head, None], both, gates, squares, values,
+            x, raw_gate, raw_beta, lower_bound, window[row, None, None], taps, weights, value_taps, bias, rate, first,
+            count, part, head, inputs[request, None, None], log_decay[request, None, head, None], both, gates, squares, values,
             beta, thread,
         )  # fmt: skip
         cute.arch.sync_threads()
@@ -228,10 +233,24 @@ class KdaVerify:
                 cute.autovec_copy(nothing, target)
             else:
                 source = cute.tiled_divide(state[part * self.columns + row, None], (4,))[None, four]
-                if const_expr(self.on_gpu):
-                    cute.copy(cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=128), source, target)
-                else:
-                    cute.autovec_copy(source, target)
+                self.fetch(source, target)
+
+    @cute.jit
+    def fetch(self, source: cute.Tensor, target: cute.Tensor) -> None:
+        """16 bytes into shared memory, asynchronously."""
+        if const_expr(self.on_gpu):
+            cute.copy(cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=128), source, target)
+        else:
+            cute.autovec_copy(source, target)
+
+    @cute.jit
+    def fetch_taps(
+        self, conv: cute.Tensor, part: Int32, head: Int32, heads: Int32, value_taps: cute.Tensor, thread: Int32
+    ) -> None:
+        """value_taps [columns, WIDTH]: of the CTA's values, on their way."""
+        if thread < self.columns:
+            channel = (2 * heads + head) * DIM + part * self.columns + thread
+            self.fetch(conv[channel, None], value_taps[thread, None])
 
     @cute.jit
     def hold(self, rows: cute.Tensor, first: Int32, held: cute.Tensor, thread: Int32) -> None:
@@ -258,10 +277,19 @@ class KdaVerify:
 
     @cute.jit
     def read_weights(
-        self, conv: cute.Tensor, part: Int32, head: Int32, weights: cute.Tensor, thread: Int32, heads: Int32
+        self,
+        conv: cute.Tensor,
+        dt_bias: cute.Tensor,
+        part: Int32,
+        head: Int32,
+        weights: cute.Tensor,
+        bias: cute.Tensor,
+        thread: Int32,
+        heads: Int32,
     ) -> None:
-        """weights [WIDTH, 4, 3]: the taps of a thread's channels."""
-        for which in cutlass.range_constexpr(3):
+        """weights [WIDTH, 4, 2]: the taps of a thread's queries and keys; bias [4]: of its log-decays."""
+        cute.autovec_copy(cute.tiled_divide(dt_bias, (4,))[None, thread % 32], bias)
+        for which in cutlass.range_constexpr(2):
             channel = self.channel(which, part, head, heads, thread)
             for i in cutlass.range_constexpr(4):
                 cute.autovec_copy(conv[channel + i, None], weights[None, i, which])
@@ -310,12 +338,13 @@ class KdaVerify:
         x: cute.Tensor,
         raw_gate: cute.Tensor,
         raw_beta: cute.Tensor,
-        a_log: cute.Tensor,
-        dt_bias: cute.Tensor,
         lower_bound: Float32,
         window: cute.Tensor,
         taps: cute.Tensor,
         weights: cute.Tensor,
+        value_taps: cute.Tensor,
+        bias: cute.Tensor,
+        rate: Float32,
         first: Int32,
         count: Int32,
         part: Int32,
@@ -334,56 +363,62 @@ class KdaVerify:
         own columns, and its part of the nodes."""
         heads, four = raw_beta.shape[1], thread % 32
         out = cute.make_rmem_tensor(4, Float32)
-        raw = cute.make_rmem_tensor(4, self.dtype)
-        bias = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(cute.tiled_divide(dt_bias[head, None], (4,))[None, four], bias)
-        rate = cute.math.exp(a_log[head])
+        raw = cute.make_rmem_tensor(self.words, Int32)
+        seen = cute.make_rmem_tensor(cute.make_layout((self.words, WIDTH, 3)), Int32)
+        of_query, of_key, of_value = (self.channel(which, part, head, heads, thread) for which in range(3))
+        step = cute.make_rmem_tensor(1, self.dtype)
+        step.fill(0.0)
+        if thread < count:
+            step[0] = raw_beta[first + thread, head]
+        tv, column = self.value_of(thread)  # never before the warp's own node
         for t in cutlass.range(thread // 32, count, self.warps, unroll=1):
-            mine = t % self.parts == part
+            # All reads are on their way before the first of them is waited for.
+            self.read_taps(x, window, taps[t, None], of_query, seen[None, None, 0])
+            self.read_taps(x, window, taps[t, None], of_key, seen[None, None, 1])
+            if tv < count:
+                self.read_taps(x, window, taps[tv, None], of_value, seen[None, None, 2])
             self.read(raw_gate[first + t, None], head * DIM + 4 * four, raw)
+
+            mine = t % self.parts == part
             for i in cutlass.range_constexpr(4):
-                out[i] = lower_bound * self.sigmoid(rate * (raw[i].to(Float32) + bias[i]))
+                out[i] = lower_bound * self.sigmoid(rate * (cute.recast_tensor(raw, self.dtype)[i].to(Float32) + bias[i]))
             cute.autovec_copy(out, cute.tiled_divide(gates[t, None], (4,))[None, four])
             if mine:
                 cute.autovec_copy(out, cute.tiled_divide(log_decay[t, None], (4,))[None, four])
             for which in cutlass.range_constexpr(2):
-                channel = self.channel(which, part, head, heads, thread)
-                self.short_conv(x, window, taps[t, None], channel, weights[None, None, which], inputs[t, None], mine, out)
+                self.short_conv(seen[None, None, which], weights[None, None, which], out)
                 at = t if const_expr(which == 1) else self.nodes + t  # keys come first
                 cute.autovec_copy(out, cute.tiled_divide(both[at, None], (4,))[None, four])
                 squares[at, four] = out[0] * out[0] + out[1] * out[1] + out[2] * out[2] + out[3] * out[3]
-        start, column = self.value_of(thread)
-        channel = self.channel(2, part, head, heads, thread)
-        every = 4 * self.threads // self.columns
-        for t in cutlass.range(start, count, every, unroll=1):
-            self.short_conv(
-                x, window, taps[t, None], channel, weights[None, None, 2], inputs[t, None], cutlass.Boolean(True), out
-            )
-            cute.autovec_copy(out, cute.tiled_divide(values[t, None], (4,))[None, column])
+                if mine:
+                    channel = of_key if const_expr(which == 1) else of_query
+                    target = cute.tiled_divide(inputs[t, None], (4,))[None, channel // 4]
+                    cute.autovec_copy(cute.recast_tensor(seen[None, WIDTH - 1, which], self.dtype), target)
+            if tv < count:
+                own_taps = cute.make_rmem_tensor(cute.make_layout((WIDTH, 4)), Float32)
+                for i in cutlass.range_constexpr(4):
+                    cute.autovec_copy(value_taps[4 * column + i, None], own_taps[None, i])
+                self.short_conv(seen[None, None, 2], own_taps, out)
+                cute.autovec_copy(out, cute.tiled_divide(values[tv, None], (4,))[None, column])
+                target = cute.tiled_divide(inputs[tv, None], (4,))[None, of_value // 4]
+                cute.autovec_copy(cute.recast_tensor(seen[None, WIDTH - 1, 2], self.dtype), target)
+            tv += 4 * self.threads // self.columns
         if thread < count:
-            beta[thread, 0] = self.sigmoid(raw_beta[first + thread, head].to(Float32))
+            beta[thread, 0] = self.sigmoid(step[0].to(Float32))
 
     @cute.jit
-    def read(self, source: cute.Tensor, channel: Int32, raw: cute.Tensor) -> None:
-        """Four elements of a vector, from a multiple of four on."""
-        runs, kept = cute.tiled_divide(source, (self.vector,)), cute.tiled_divide(raw, (self.vector,))
-        for i in cutlass.range_constexpr(4 // self.vector):
-            cute.autovec_copy(runs[None, channel // self.vector + i], kept[None, i])
+    def read(self, source: cute.Tensor, channel: Int32, words: cute.Tensor) -> None:
+        """Four elements of a vector, from a multiple of four on, as they are packed: who takes a word apart waits for
+        it."""
+        packed = cute.recast_tensor(source, Int32)
+        for i in cutlass.range_constexpr(self.words):
+            words[i] = packed[channel // 4 * self.words + i]
 
     @cute.jit
-    def short_conv(
-        self,
-        x: cute.Tensor,
-        window: cute.Tensor,
-        taps: cute.Tensor,
-        channel: Int32,
-        weights: cute.Tensor,
-        inputs: cute.Tensor,
-        keep: cutlass.Boolean,
-        out: cute.Tensor,
+    def read_taps(
+        self, x: cute.Tensor, window: cute.Tensor, taps: cute.Tensor, channel: Int32, seen: cute.Tensor
     ) -> None:
-        """out [4]: a node's convolution and SiLU, rounded to x's dtype. keep: its own four of x go into inputs."""
-        seen = cute.make_rmem_tensor(cute.make_layout((4, WIDTH)), self.dtype)
+        """seen [words, WIDTH]: four channels of what a node's convolution sees."""
         for k in cutlass.range_constexpr(WIDTH):
             tap = taps[k]
             if tap >= 0:
@@ -391,14 +426,18 @@ class KdaVerify:
             elif tap > NOTHING:
                 self.read(window[-1 - tap, None], channel, seen[None, k])
             else:
-                seen[None, k].fill(0.0)
-        if keep:
-            cute.autovec_copy(seen[None, WIDTH - 1], cute.tiled_divide(inputs, (4,))[None, channel // 4])
+                seen[None, k].fill(0)
+
+    @cute.jit
+    def short_conv(self, seen: cute.Tensor, weights: cute.Tensor, out: cute.Tensor) -> None:
+        """out [4]: convolution and SiLU, rounded to x's dtype."""
+        out.fill(0.0)
+        for k in cutlass.range_constexpr(WIDTH):
+            values = cute.recast_tensor(seen[None, k], self.dtype)
+            for i in cutlass.range_constexpr(4):
+                out[i] = out[i] + values[i].to(Float32) * weights[k, i]
         for i in cutlass.range_constexpr(4):
-            mixed = Float32(0.0)
-            for k in cutlass.range_constexpr(WIDTH):
-                mixed += seen[i, k].to(Float32) * weights[k, i]
-            mixed = mixed * self.sigmoid(mixed, exact=self.dtype.width > 16)
+            mixed = out[i] * self.sigmoid(out[i], exact=self.dtype.width > 16)
             out[i] = mixed.to(self.dtype).to(Float32)
 
     @cute.jit
