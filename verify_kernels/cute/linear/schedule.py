@@ -29,9 +29,10 @@ def most_contributors(row_tiles: int, k_tiles: int, share: int) -> int:
 def tile(rows: int, tokens: int, multiprocessors: int, step: int = 8, kind: str = "plain") -> tuple[int, int]:
     """(rows, k) of a tile for weights of so many rows: each multiprocessor has as many whole row tiles as the others.
 
-    Low ones of up to 64 rows: a ring of many small stages has more on its way than one of few large stages. The more
-    tokens, the more of x is read with every row tile, so at 64 tokens, and earlier where row tiles are many (an LM
-    head), they are higher. Where rows do not divide so without leaving multiprocessors idle, row tiles are shared.
+    Low ones of up to 64 rows read faster: a ring of many small stages seems to have more on its way than one of few
+    large stages. The more tokens, the more of x is read with every row tile, so at 64 tokens, and earlier where row
+    tiles are many (an LM head), they are higher. Where rows do not divide so without leaving multiprocessors idle, row
+    tiles are shared.
 
     step: what the rows of a warpgroup are a multiple of. A stage holds at least 8 KB of weights, unless x takes the
     room. Packed tiles are one warpgroup high, and longer: each of their warpgroups takes 128 columns.
