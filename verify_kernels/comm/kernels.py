@@ -23,18 +23,17 @@ HEADER = tl.constexpr(8)  # elements before a unit of rows by counts: 16 bytes o
 
 
 @triton.jit
-def _slot(boxes, owner, turn, slot, capacity, N: tl.constexpr):
-    """Address of a slot in a rank's box."""
-    box = tl.multiple_of(tl.load(boxes + owner), 16)
-    return tl.multiple_of(box + (turn * (N + 1) + slot).to(tl.int64) * capacity, 16)
+def _slot(boxes, owner, turn, slot, capacity, N: tl.constexpr, WORD: tl.constexpr):
+    """A slot in a rank's box."""
+    box = tl.load(boxes + owner).to(tl.pointer_type(WORD))
+    return tl.multiple_of(box, 16) + (turn * (N + 1) + slot).to(tl.int64) * capacity
 
 
 @triton.jit
-def _send(address, at, values, mask, WORD: tl.constexpr):
-    bits = values.to(WORD, bitcast=True)
-    largest: tl.constexpr = 2 ** (WORD.primitive_bitwidth - 1) - 1
-    bits = tl.where(bits == -1, largest, bits)
-    tl.store(address.to(tl.pointer_type(WORD)) + at, bits, mask=mask)
+def _send(words, values, mask):
+    bits = values.to(words.dtype.element_ty, bitcast=True)
+    largest: tl.constexpr = 2 ** (bits.dtype.primitive_bitwidth - 1) - 1
+    tl.store(words, tl.where(bits == -1, largest, bits), mask=mask)
 
 
 @triton.jit
@@ -62,11 +61,15 @@ def _end(turns):
 
 
 @triton.jit
-def _sum(address, at, capacity, mask, dtype: tl.constexpr, N: tl.constexpr, PEERS: tl.constexpr, WORD: tl.constexpr):
-    """[BLOCK] float32: what all ranks sent to the slots from `address` on."""
-    ranks = tl.arange(0, PEERS)[:, None]
-    words = (address + ranks.to(tl.int64) * capacity).to(tl.pointer_type(WORD)) + at[None, :]
-    bits = _receive(words, (ranks < N) & mask[None, :])
+def _slots(own, capacity, at, PEERS: tl.constexpr):
+    """[PEERS, BLOCK]: the same elements of every rank's slot."""
+    return own + tl.arange(0, PEERS).to(tl.int64)[:, None] * capacity + at[None, :]
+
+
+@triton.jit
+def _sum(own, capacity, at, mask, dtype: tl.constexpr, N: tl.constexpr, PEERS: tl.constexpr):
+    """[BLOCK] float32: the sum of what all ranks sent."""
+    bits = _receive(_slots(own, capacity, at, PEERS), (tl.arange(0, PEERS) < N)[:, None] & mask[None, :])
     return tl.sum(bits.to(dtype, bitcast=True).to(tl.float32), axis=0)
 
 
@@ -87,21 +90,21 @@ def all_reduce(
     turn = _turn(turns)
     values = tl.load(x + here, mask=mask)
     dtype: tl.constexpr = values.dtype
+    own = _slot(boxes, rank, turn, 0, capacity, N, WORD)
     if TWO_SHOT:
         owner = unit % N
-        _send(_slot(boxes, owner, turn, rank, capacity, N), at, values, mask, WORD)
+        _send(_slot(boxes, owner, turn, rank, capacity, N, WORD) + at, values, mask)
         if owner == rank:
-            y = _sum(_slot(boxes, rank, turn, 0, capacity, N), at, capacity, mask, dtype, N, PEERS, WORD)
+            y = _sum(own, capacity, at, mask, dtype, N, PEERS)
             if ADD:
                 y += tl.load(residual + here, mask=mask).to(tl.float32)
             for i in tl.static_range(N):
-                _send(_slot(boxes, (rank + 1 + i) % N, turn, N, capacity, N), at, y.to(dtype), mask, WORD)
-        words = _slot(boxes, rank, turn, N, capacity, N).to(tl.pointer_type(WORD)) + at
-        y = _receive(words, mask).to(dtype, bitcast=True)
+                _send(_slot(boxes, (rank + 1 + i) % N, turn, N, capacity, N, WORD) + at, y.to(dtype), mask)
+        y = _receive(_slot(boxes, rank, turn, N, capacity, N, WORD) + at, mask).to(dtype, bitcast=True)
     else:
         for i in tl.static_range(N):  # each rank begins with another
-            _send(_slot(boxes, (rank + 1 + i) % N, turn, rank, capacity, N), at, values, mask, WORD)
-        y = _sum(_slot(boxes, rank, turn, 0, capacity, N), at, capacity, mask, dtype, N, PEERS, WORD)
+            _send(_slot(boxes, (rank + 1 + i) % N, turn, rank, capacity, N, WORD) + at, values, mask)
+        y = _sum(own, capacity, at, mask, dtype, N, PEERS)
         if ADD:
             y += tl.load(residual + here, mask=mask).to(tl.float32)
         y = y.to(dtype)
@@ -132,32 +135,31 @@ def exchange(
     turn = _turn(turns)
     for i in tl.static_range(N):  # each rank begins with another
         peer = (rank + 1 + i) % N
-        slot = _slot(boxes, peer, turn, rank, capacity, N)
+        slot = _slot(boxes, peer, turn, rank, capacity, N, WORD)
         if SPLIT or i == 0:
             values = tl.load(x + row.to(tl.int64) * x_row + peer.to(tl.int64) * x_rank + columns, mask=mask)
         if COUNTED:
             count = tl.load(counts + peer)
-            tl.store(slot.to(tl.pointer_type(WORD)) + first, count.to(WORD))
-            _send(slot, at, values, mask & (row < count), WORD)
+            tl.store(slot + first, count.to(WORD))
+            _send(slot + at, values, mask & (row < count))
         else:
-            _send(slot, at, values, mask, WORD)
+            _send(slot + at, values, mask)
     dtype: tl.constexpr = values.dtype
-    own = _slot(boxes, rank, turn, 0, capacity, N)
+    own = _slot(boxes, rank, turn, 0, capacity, N, WORD)
     if SUM:
-        y = _sum(own, at, capacity, mask, dtype, N, PEERS, WORD)
+        y = _sum(own, capacity, at, mask, dtype, N, PEERS)
         tl.store(out + row.to(tl.int64) * out_row + columns, y.to(dtype), mask=mask)
     else:
         ranks = tl.arange(0, PEERS)
-        slots = (own + ranks.to(tl.int64) * capacity).to(tl.pointer_type(WORD))[:, None]
         present = (ranks < N)[:, None] & mask[None, :]
         if COUNTED:
-            lane = tl.arange(0, 128)[None, :]
-            came = _receive(slots + first + lane, (ranks < N)[:, None] & (lane == 0))
+            lane = tl.arange(0, 128)
+            came = _receive(_slots(own, capacity, first + lane, PEERS), (ranks < N)[:, None] & (lane == 0)[None, :])
             came = tl.sum(came.to(tl.int32), axis=1)
             present = present & (row < came)[:, None]
             if (row == 0) & (block == 0):
                 tl.store(found + ranks, came, mask=ranks < N)
-        bits = _receive(slots + at[None, :], present)
+        bits = _receive(_slots(own, capacity, at, PEERS), present)
         to = out + row.to(tl.int64) * out_row + ranks.to(tl.int64)[:, None] * out_rank + columns[None, :]
         tl.store(to, bits.to(dtype, bitcast=True), mask=present)
     _end(turns)

@@ -105,7 +105,7 @@ class Symmetric(Group):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         box, out, normed = self.box, x.new_empty(x.shape), None if weight is None else x.new_empty(x.shape)
         kernels.all_reduce[rows, triton.cdiv(width, block)](
-            box.boxes, box.turns, x, residual, weight, out, normed, box.rank, width, box.capacity, eps,
+            box.boxes, box.turns, x, residual, weight, out, normed, box.rank, width, box.capacity // x.itemsize, eps,
             TWO_SHOT=two_shot(x.nbytes, self.size), ADD=residual is not None, NORM=weight is not None, BLOCK=block,
             num_warps=min(32, block // 256), **self._common(x),
         )  # fmt: skip
@@ -149,7 +149,7 @@ class Symmetric(Group):
         """given, taken: elements between rows, and between ranks, of x and of out."""
         box = self.box
         kernels.exchange[rows, triton.cdiv(width, BLOCK)](
-            box.boxes, box.turns, x, counts, out, found, box.rank, width, box.capacity, *given, *taken,
+            box.boxes, box.turns, x, counts, out, found, box.rank, width, box.capacity // x.itemsize, *given, *taken,
             COUNTED=counts is not None, BLOCK=BLOCK, num_warps=4, **self._common(x), **what,
         )  # fmt: skip
 
