@@ -19,6 +19,7 @@ from drafters.dspark.latent_drafter import LatentBlockDrafter
 from drafters.dspark.load import block_drafter, build, load_drafter, read_config, read_tensors
 from drafters.taps import Mixed
 from drafters.tree import TreeSpec
+from drafters.tree_search import drawn_profile
 from dspark_runtime.engine import Engine
 from dspark_runtime.models.kimi_k3 import KimiK3
 from dspark_runtime.sampling import SamplingParams
@@ -339,14 +340,16 @@ def test_confidence_and_laws_of_drawn_drafts(name: str, tmp_path: Path) -> None:
     h, u = case.block(seen, tokens[-1])
     w1, w2 = (case.tensors[f"markov_head.markov_w{i}.weight"].double() for i in (1, 2))
     head, bias = case.tensors["confidence_head.proj.weight"].double()[0], case.tensors["confidence_head.proj.bias"]
-    depth = TREE.depths
-    for i in range(1, TREE.num_nodes):
-        parent = TREE.parents[i]
+    depth, parents = tree.depths()[0].tolist(), tree.parents[0].tolist()  # the shape is the drafter's own
+    assert tree.num_nodes[0] > 2
+    for i in range(1, int(tree.num_nodes[0])):
+        parent = parents[i]
         k, previous = depth[parent], int(tree.tokens[0, parent])
         law = ((u[k] + w2 @ w1[previous]) / 0.7).softmax(0)
         torch.testing.assert_close(tree.probs[0, parent].double(), law, atol=1e-5, rtol=1e-3)
         sure = torch.sigmoid(head @ torch.cat((h[k], w1[previous])) + bias.double())
-        assert float(tree.confidence[0, i]) == pytest.approx(float(sure), abs=1e-5)
+        rank = parents[:i].count(parent)  # of a later draw: given that the ones before it were refused
+        assert float(tree.confidence[0, i]) == pytest.approx(float(drawn_profile(sure, rank + 1)[rank]), abs=1e-5)
 
 
 @pytest.mark.parametrize("sample", [False, True])
