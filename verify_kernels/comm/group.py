@@ -19,8 +19,8 @@ class Group(ABC):
     """The ranks among which a model is divided, seen from one of them.
 
     rank, size: of this process, and how many. sent: how often each (name, kind, bytes of this rank's x) was asked for;
-    name says what the message is (default: the operation), kind is all_reduce, all_gather, reduce_scatter or all_to_all.
-    A CUDA graph counts when it is captured, not when it is replayed.
+    name says what the message is (default: the operation), kind is all_reduce, all_gather, reduce_scatter or
+    all_to_all. A CUDA graph counts when it is captured, not when it is replayed.
 
     Every rank calls the same operations in the same order with the same shapes; all of them get the same bits from
     all_reduce and all_reduce_norm. No operation waits on the host. A result may be the argument's own memory.

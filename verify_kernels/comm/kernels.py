@@ -23,10 +23,17 @@ HEADER = tl.constexpr(8)  # elements before a unit of rows by counts: 16 bytes o
 
 
 @triton.jit
-def _slot(boxes, owner, turn, slot, capacity, N: tl.constexpr, WORD: tl.constexpr):
-    """A slot in a rank's box."""
-    box = tl.load(boxes + owner).to(tl.pointer_type(WORD))
+def _slot(boxes, ranks, turn, slot, capacity, N: tl.constexpr, WORD: tl.constexpr):
+    """A slot in the box of a rank, or of several."""
+    box = tl.load(boxes + ranks).to(tl.pointer_type(WORD))
     return tl.multiple_of(box, 16) + (turn * (N + 1) + slot).to(tl.int64) * capacity
+
+
+@triton.jit
+def _peers(rank, N: tl.constexpr, PEERS: tl.constexpr):
+    """[PEERS]: whom a rank sends to, in which order (each begins with another), and which of them there are."""
+    i = tl.arange(0, PEERS)
+    return (rank + 1 + i) % N, i < N
 
 
 @triton.jit
@@ -90,6 +97,8 @@ def all_reduce(
     turn = _turn(turns)
     values = tl.load(x + here, mask=mask)
     dtype: tl.constexpr = values.dtype
+    peers, exist = _peers(rank, N, PEERS)
+    meant = exist[:, None] & mask[None, :]
     own = _slot(boxes, rank, turn, 0, capacity, N, WORD)
     if TWO_SHOT:
         owner = unit % N
@@ -98,12 +107,12 @@ def all_reduce(
             y = _sum(own, capacity, at, mask, dtype, N, PEERS)
             if ADD:
                 y += tl.load(residual + here, mask=mask).to(tl.float32)
-            for i in tl.static_range(N):
-                _send(_slot(boxes, (rank + 1 + i) % N, turn, N, capacity, N, WORD) + at, y.to(dtype), mask)
+            y = tl.broadcast_to(y.to(dtype)[None, :], PEERS, BLOCK)
+            _send(_slot(boxes, peers, turn, N, capacity, N, WORD)[:, None] + at[None, :], y, meant)
         y = _receive(_slot(boxes, rank, turn, N, capacity, N, WORD) + at, mask).to(dtype, bitcast=True)
     else:
-        for i in tl.static_range(N):  # each rank begins with another
-            _send(_slot(boxes, (rank + 1 + i) % N, turn, rank, capacity, N, WORD) + at, values, mask)
+        values = tl.broadcast_to(values[None, :], PEERS, BLOCK)
+        _send(_slot(boxes, peers, turn, rank, capacity, N, WORD)[:, None] + at[None, :], values, meant)
         y = _sum(own, capacity, at, mask, dtype, N, PEERS)
         if ADD:
             y += tl.load(residual + here, mask=mask).to(tl.float32)
@@ -133,17 +142,19 @@ def exchange(
     first = (row * tl.num_programs(1) + block).to(tl.int64) * (BLOCK + head)
     at = first + head + tl.arange(0, BLOCK)
     turn = _turn(turns)
-    for i in tl.static_range(N):  # each rank begins with another
-        peer = (rank + 1 + i) % N
-        slot = _slot(boxes, peer, turn, rank, capacity, N, WORD)
-        if SPLIT or i == 0:
-            values = tl.load(x + row.to(tl.int64) * x_row + peer.to(tl.int64) * x_rank + columns, mask=mask)
-        if COUNTED:
-            count = tl.load(counts + peer)
-            tl.store(slot + first, count.to(WORD))
-            _send(slot + at, values, mask & (row < count))
-        else:
-            _send(slot + at, values, mask)
+    peers, exist = _peers(rank, N, PEERS)
+    meant = exist[:, None] & mask[None, :]
+    slots = _slot(boxes, peers, turn, rank, capacity, N, WORD)
+    here = x + row.to(tl.int64) * x_row + columns
+    if SPLIT:
+        values = tl.load(here[None, :] + peers.to(tl.int64)[:, None] * x_rank, mask=meant)
+    else:
+        values = tl.broadcast_to(tl.load(here, mask=mask)[None, :], PEERS, BLOCK)
+    if COUNTED:
+        count = tl.load(counts + peers, mask=exist, other=0)
+        tl.store(slots + first, count.to(WORD), mask=exist)
+        meant = meant & (row < count)[:, None]
+    _send(slots[:, None] + at[None, :], values, meant)
     dtype: tl.constexpr = values.dtype
     own = _slot(boxes, rank, turn, 0, capacity, N, WORD)
     if SUM:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor, distributed
 
 from verify_kernels.comm import kernels
@@ -21,7 +22,7 @@ HOP = 900_000
 both) at the 450 GB/s of NVLink 4."""
 
 BLOCK = 1024  # elements of a program of 4 warps: 16 bytes a thread and rank
-WORDS = {torch.bfloat16: triton.language.int16, torch.float16: triton.language.int16, torch.float32: triton.language.int32}
+WORDS = {torch.bfloat16: tl.int16, torch.float16: tl.int16, torch.float32: tl.int32}
 
 
 def two_shot(size: int, ranks: int) -> bool:
@@ -34,7 +35,7 @@ def two_shot(size: int, ranks: int) -> bool:
 class Box:
     """One rank's memory that all ranks write to, with that of the others. boxes [size] int64: the addresses of every
     rank's, as this process sees them, each of box_bytes() and all ones at first; turns [1] int32: zero at first, this
-    rank's alone; capacity: bytes of a slot, a multiple of 16; memory: what must live as long."""
+    rank's alone; capacity: bytes of a slot, a multiple of 64; memory: what must live as long."""
 
     rank: int
     boxes: Tensor
@@ -68,9 +69,8 @@ def open_box(processes: distributed.ProcessGroup | None = None, capacity: int = 
 
 class Symmetric(Group):
     """The ranks that share a box, and `rest`, the same ranks, for what is not the kernels': messages that the box has no
-    room for, and sums of other dtypes than bfloat16, float16 and float32. Values of other dtypes travel as their bytes.
-
-    Called on one stream (see `kernels`).
+    room for, empty ones, and sums of other dtypes than bfloat16, float16 and float32. Values of other dtypes travel as
+    their bytes. Called on one stream (see `kernels`).
     """
 
     def __init__(self, box: Box | None = None, rest: Group | None = None) -> None:
@@ -80,7 +80,7 @@ class Symmetric(Group):
 
     def _fits(self, x: Tensor, rows: int, width: int, header: int = 0) -> bool:
         units = rows * triton.cdiv(width, BLOCK)
-        return x.dtype in WORDS and units * (BLOCK + header) * x.itemsize <= self.box.capacity
+        return x.dtype in WORDS and 0 < units * (BLOCK + header) * x.itemsize <= self.box.capacity
 
     def _common(self, x: Tensor) -> dict[str, object]:
         return dict(N=self.size, PEERS=triton.next_power_of_2(self.size), WORD=WORDS[x.dtype])
@@ -93,7 +93,7 @@ class Symmetric(Group):
     def _sum_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         block = max(BLOCK, triton.next_power_of_2(width))
-        if x.dtype not in WORDS or rows * block * x.itemsize > self.box.capacity:
+        if not self._fits(x, rows, block):
             return self.rest._sum_norm(x, residual, weight, eps)
         residual = residual if residual is None else residual.contiguous()
         y, normed = self._reduced(x.contiguous(), rows, width, block, residual, weight.contiguous(), eps)
@@ -103,6 +103,7 @@ class Symmetric(Group):
         self, x: Tensor, rows: int, width: int, block: int, residual: Tensor | None = None,
         weight: Tensor | None = None, eps: float = 0.0,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """(sum, its norm)."""
         box, out, normed = self.box, x.new_empty(x.shape), None if weight is None else x.new_empty(x.shape)
         kernels.all_reduce[rows, triton.cdiv(width, block)](
             box.boxes, box.turns, x, residual, weight, out, normed, box.rank, width, box.capacity // x.itemsize, eps,
@@ -135,7 +136,7 @@ class Symmetric(Group):
             y, found = self._exchange(_packed(x), counts)
             return _unpacked(y, x.dtype), found
         _, rows, width = x.shape
-        if not self._fits(x, rows, width, int(kernels.HEADER)):
+        if not self._fits(x, rows, width, kernels.HEADER.value):
             return self.rest._exchange(x, counts)
         out, found = x.new_empty(x.shape), None if counts is None else counts.new_empty(self.size)
         strides = (width, rows * width)

@@ -17,7 +17,8 @@ from verify_kernels.comm.symmetric import Box, Symmetric, box_bytes, two_shot  #
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="boxes in a CPU's memory: Triton's interpreter")
 ROOM = 1 << 17
-CUT = {torch.bfloat16: 2, torch.float16: 1, torch.float32: 1}  # Triton's interpreter cuts off where a GPU rounds to bfloat16
+CUT = {torch.bfloat16: 2, torch.float16: 1, torch.float32: 1}
+"""Roundings of a sum: Triton's interpreter cuts off where a GPU rounds to bfloat16."""
 
 
 def boxes(size: int) -> list[Tensor]:
