@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from dspark_runtime.targets import Target
     from eval.floor import Ceilings
     from verify_kernels.batch import PassBatch
+    from verify_kernels.comm import Group
 
 STAMPS = {
     "none": "one rank measured, no communication",
@@ -238,38 +239,12 @@ def floor_ms(size: float, flops: float, ceilings: Ceilings) -> float:
 # ----------------------------------------------------------------------------------------- experts, communication
 
 
-class Counted:
-    """A rank's `Group` that keeps (name, kind, bytes of this rank's message) of what passes through it, and sends it
-    only if `real`, by torch.distributed; else the rank's own part stands for all."""
-
-    def __init__(self, rank: int, size: int, real: bool = False) -> None:
-        self.rank, self.size, self.real = rank, size, real
-        self.sent: list[tuple[str, str, int]] = []
-
-    def all_reduce(self, x: Tensor, name: str) -> Tensor:
-        self.sent.append((name, "all_reduce", x.nbytes))
-        if self.real:
-            from torch import distributed
-
-            distributed.all_reduce(x)
-        return x
-
-    def all_gather(self, x: Tensor, name: str) -> Tensor:
-        self.sent.append((name, "all_gather", x.nbytes))
-        if not self.real:
-            return x.repeat(1, self.size)
-        import torch
-        from torch import distributed
-
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        distributed.all_gather(parts, x)
-        return torch.cat(parts, dim=1)
-
-
-def make_group(config: BenchConfig) -> Counted:
+def make_group(config: BenchConfig) -> Group:
     """The rank alone, or this process among those that torchrun started. Raises ConfigError if they are too few."""
+    from verify_kernels.comm import Alone, Distributed
+
     if config.collectives != "real":
-        return Counted(0, config.rank_of)
+        return Alone(0, config.rank_of)
     import torch
     from torch import distributed
 
@@ -282,7 +257,11 @@ def make_group(config: BenchConfig) -> Counted:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not distributed.is_initialized():
         distributed.init_process_group("nccl" if cuda else "gloo")
-    return Counted(distributed.get_rank(), found, real=True)
+    if cuda and config.backend == "unmeasured":
+        from verify_kernels.comm.symmetric import Symmetric
+
+        return Symmetric()
+    return Distributed()
 
 
 def ranks_experts(routing: ForcedRouting, batch: PassBatch, experts: int, size: int) -> tuple[float, float]:
@@ -321,14 +300,14 @@ def expert_numbers(
     )
 
 
-def collectives(record: Sequence[tuple[str, str, int]], where: Fabric | None) -> list[RankCollective]:
-    """Messages of a step: (name, kind, bytes) of each -> by name and size, in order of first use."""
+def collectives(record: Counter[tuple[str, str, int]], where: Fabric | None) -> list[RankCollective]:
+    """Messages of a step, by name, kind and bytes, in order of first use."""
     return [
         RankCollective(
             name=name, kind=kind, count=count, bytes=size,
             us=None if where is None else tuple(vars(where.us(kind, size)).values()),
         )
-        for (name, kind, size), count in Counter(record).items()
+        for (name, kind, size), count in record.items()
     ]  # fmt: skip
 
 
@@ -349,7 +328,7 @@ def default_hardware(device: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def rank_config(config: BenchConfig, group: Counted) -> KimiK3Config:
+def rank_config(config: BenchConfig, group: Group) -> KimiK3Config:
     """What the rank holds. Raises ConfigError for targets that are not divided."""
     from dspark_runtime.models.kimi_k3 import KimiK3Config
     from dspark_runtime.models.shards import Shard
@@ -362,7 +341,7 @@ def rank_config(config: BenchConfig, group: Counted) -> KimiK3Config:
     return whole.of_rank(Shard(group.rank, group.size, config.parallel))
 
 
-def load(config: BenchConfig, group: Counted, longest: int, say: Callable[[str], None]) -> tuple[Target, int]:
+def load(config: BenchConfig, group: Group, longest: int, say: Callable[[str], None]) -> tuple[Target, int]:
     """(the rank's target, bytes of its caches). Says what it takes, or raises ConfigError, before it takes it."""
     from dspark_runtime import targets
     from dspark_runtime.engine import MAX_NODES
@@ -474,9 +453,9 @@ def measure_rank(
 
 
 def taken_apart(
-    engine: Engine, point: Point, prompts: bench.Prompts, config: BenchConfig, model: KimiK3, group: Counted
-) -> tuple[Recorder, list[tuple[str, str, int]]]:
-    """One decode step of a point, recorded: its operations and its messages (name, kind, bytes)."""
+    engine: Engine, point: Point, prompts: bench.Prompts, config: BenchConfig, model: KimiK3, group: Group
+) -> tuple[Recorder, Counter[tuple[str, str, int]]]:
+    """One decode step of a point, recorded: its operations, and how often each of its messages (name, kind, bytes)."""
     from dspark_runtime.sampling import SamplingParams
     from verify_kernels import ops
 
@@ -493,7 +472,7 @@ def taken_apart(
         engine.step()
     if recorder.batch is None:
         raise DsparkError("rank_of: no decode step ran, allowed: a --context that leaves room for two steps")
-    return recorder, list(group.sent)
+    return recorder, group.sent.copy()
 
 
 def row_of(
@@ -504,7 +483,7 @@ def row_of(
     numbers: dict[str, Any],
     operations: list[RankOperation],
     recorder: Recorder,
-    record: list[tuple[str, str, int]],
+    record: Counter[tuple[str, str, int]],
     where: Fabric | None,
     routing: ForcedRouting | None,
     ceilings: Ceilings,

@@ -26,10 +26,11 @@ from drafters.taps import Mixed
 from dspark_runtime.cost.facts import Architecture, DenseMlp, Kda, Mla, Moe, Situ, load_architecture
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.forced_routing import ForcedRouting
-from dspark_runtime.models.shards import Group, RankTensors, Shard
+from dspark_runtime.models.shards import RankTensors, Shard
 from dspark_runtime.models.transformer import TensorReader
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch, RecurrentStates
+from verify_kernels.comm import Group
 from verify_kernels.quantized import GROUP, Mxfp4
 from verify_kernels.reference.attention import AttentionPlan
 from verify_kernels.reference.recurrence import RecurrencePlan
@@ -526,7 +527,11 @@ class KimiK3:
         if held < moe.num_experts:
             ids = ids - self.config.shard.rank * held
         y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids, situ.beta, situ.linear_beta)
-        y = ops.rms_norm(self._sum(y, "experts"), w.norm, self.config.rms_norm_eps)
+        eps = self.config.rms_norm_eps
+        if self.group is None:
+            y = ops.rms_norm(y, w.norm, eps)
+        else:
+            y, _ = self.group.all_reduce_norm(y, None, w.norm, eps, "experts")
         columns = w.up_proj.shape[1]
         y = y.narrow(1, self.config.shard.rank * columns, columns)
         return ops.linear(y.contiguous(), w.up_proj) + self._mlp(x, w.shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,20 +37,6 @@ class Shard:
             allowed = f"numbers of ranks that divide the {total} of {field}"
             raise ConfigError(f"rank_of: found {self.size}, allowed: {allowed}{f' into {unit}s' if unit > 1 else ''}")
         return total // self.size
-
-
-class Group(Protocol):
-    """What a divided model asks of the ranks among which it is divided. name: what the message is, for those who
-    count. The result may be the argument's own memory."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, x: Tensor, name: str) -> Tensor:
-        """The sum of every rank's x."""
-
-    def all_gather(self, x: Tensor, name: str) -> Tensor:
-        """[N, K] of every rank -> [N, size * K], in order of the ranks."""
 
 
 class RankTensors(Mapping[str, Tensor]):

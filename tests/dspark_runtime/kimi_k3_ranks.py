@@ -14,6 +14,7 @@ from torch import Tensor
 from dspark_runtime.configs import find
 from dspark_runtime.models.kimi_k3 import KimiK3, KimiK3Config, kimi_k3_config, rank_tensors
 from dspark_runtime.models.shards import Shard
+from verify_kernels import ops
 
 Result = TypeVar("Result")
 
@@ -56,6 +57,12 @@ class ThreadGroup:
 
     def all_reduce(self, x: Tensor, name: str = "") -> Tensor:
         return torch.stack([y.double() for y in self._all(x, name)]).sum(0).to(x.dtype)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: None, weight: Tensor, eps: float, name: str = ""
+    ) -> tuple[Tensor, Tensor]:
+        y = self.all_reduce(x, name)
+        return ops.rms_norm(y, weight, eps), y
 
     def all_gather(self, x: Tensor, name: str = "") -> Tensor:
         return torch.cat(self._all(x, name), dim=-1)

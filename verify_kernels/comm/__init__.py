@@ -1,7 +1,7 @@
 """Communication among any number of ranks.
 
-A model divided among ranks asks a `Group` for sums, joins and exchanges, each under a name; the group counts what passes
-through it by name, kind and bytes. There are three:
+A model divided among ranks asks a `Group` for sums, joins and exchanges, each under a name; the group counts what
+passes through it by name, kind and bytes. There are three:
 
 - `Alone`: one rank of N without the others. Nothing travels and its own part stands for all; what a step would send is
   read from `sent` and priced by `dspark_runtime.cost.collectives`.

@@ -68,9 +68,9 @@ def open_box(processes: distributed.ProcessGroup | None = None, capacity: int = 
 
 
 class Symmetric(Group):
-    """The ranks that share a box, and `rest`, the same ranks, for what is not the kernels': messages that the box has no
-    room for, empty ones, and sums of other dtypes than bfloat16, float16 and float32. Values of other dtypes travel as
-    their bytes. Called on one stream (see `kernels`).
+    """The ranks that share a box, and `rest`, the same ranks, for what is not the kernels': messages that the box has
+    no room for, empty ones, and sums of other dtypes than bfloat16, float16 and float32. Values of other dtypes travel
+    as their bytes. Called on one stream (see `kernels`).
     """
 
     def __init__(self, box: Box | None = None, rest: Group | None = None) -> None:

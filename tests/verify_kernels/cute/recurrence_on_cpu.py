@@ -124,7 +124,7 @@ class Verify(KdaVerify):
             of = thread // 8 * 8 + lane
             KdaVerify.hold(self, rows, first, held, of)
             KdaVerify.products(self, held, both, t0, of, one, groups)
-            for i in cutlass.range_constexpr(count):
+            for i in cutlass.range(count, unroll=1):
                 total[i] = total[i] + one[i]
         for i in cutlass.range_constexpr(count // 8):
             sums[i] = total[thread % 8 * (count // 8) + i]
@@ -154,7 +154,7 @@ class Norm(GatedNorm):
     @cute.jit
     def total(self, values: cute.Tensor, lane: Int32) -> Float32:
         square = Float32(0.0)
-        for i in cutlass.range_constexpr(DIM):
+        for i in cutlass.range(DIM, unroll=1):
             square += values[i].to(Float32) * values[i].to(Float32)
         return square
 

@@ -49,13 +49,15 @@ def verify_arguments(variant: KdaVerifyVariant, dtype: Any) -> tuple[Any, ...]:
 def commit_arguments(dtype: Any) -> tuple[Any, ...]:
     """Of `KdaCommit.__call__`."""
     layers, heads, channels, requests, nodes = size(), size(), size(divisibility=4), size(), size()
-    apart = (stride(4), stride(4))  # of layers, and of rows or requests
 
     def rows(count: Any) -> Any:
-        return strided(dtype, (layers, size(), count, channels), (*apart, stride(4), 1), assumed_align=8)
+        return strided(dtype, (layers, size(), count, channels), (stride(4), stride(4), stride(4), 1), assumed_align=8)
 
-    state = strided(f32, (layers, size(), heads, DIM, DIM), (*apart, DIM * DIM, DIM, 1), assumed_align=16)
-    record = strided(f32, (layers, requests, nodes, heads, DIM), (*apart, stride(4), DIM, 1), assumed_align=16)
+    def heads_of(*shape: Any, inner: tuple[Any, ...]) -> Any:
+        return strided(f32, (layers, *shape), (stride(4), stride(4), *inner, 1), assumed_align=16)
+
+    state = heads_of(size(), heads, DIM, DIM, inner=(DIM * DIM, DIM))
+    record = heads_of(requests, nodes, heads, DIM, inner=(stride(4), DIM))
     index, path = compact(i64, requests), compact(i64, requests, size(), align=8)
     return state, rows(WIDTH - 1), rows(nodes), record, record, record, index, index, path
 

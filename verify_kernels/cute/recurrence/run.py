@@ -78,7 +78,7 @@ def choose(
     multiprocessors: int = H200_MULTIPROCESSORS,
 ) -> KdaVerifyVariant:
     """The variant for so many requests of up to `nodes` nodes. Every CTA makes all keys of its head, so columns are as
-    few as give each multiprocessor a CTA at most, and where there are too many heads for that, as many as go."""
+    few as give each multiprocessor a CTA at most (of 32 columns: two), and with more heads as many as go."""
     for field, found, good, allowed in (
         ("nodes", nodes, 1 <= nodes <= MAX_NODES, f"1 to {MAX_NODES}"),
         ("head_dim", dim, dim == DIM, DIM),
@@ -87,7 +87,7 @@ def choose(
         if not good:
             raise KernelError(f"kda_verify: {field}: found {found}, allowed: {allowed}, {INSTEAD}")
     padded = max(8, 1 << (nodes - 1).bit_length())
-    fit = (c for c in (8, 16, 32) if requests * heads * (DIM // c) <= multiprocessors)
+    fit = (c for c, each in ((8, 1), (16, 1), (32, 2)) if requests * heads * (DIM // c) <= each * multiprocessors)
     most = 32 if padded == MAX_NODES else 64  # 64 would leave four warps to a multiprocessor
     return KdaVerifyVariant(_name(dtype, "kda_verify"), padded, next(fit, most), tree)
 

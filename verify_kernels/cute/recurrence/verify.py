@@ -226,14 +226,16 @@ class KdaVerify:
         """own [columns, Dk]: the CTA's rows of state [Dv, Dk], on their way."""
         nothing = cute.make_rmem_tensor(4, Float32)
         nothing.fill(0.0)
-        for i in cutlass.range_constexpr(-(-self.columns * DIM // 4 // self.threads)):
-            row, four = (i * self.threads + thread) // 32, thread % 32
-            target = cute.tiled_divide(own[row, None], (4,))[None, four]
-            if not started:
-                cute.autovec_copy(nothing, target)
-            else:
-                source = cute.tiled_divide(state[part * self.columns + row, None], (4,))[None, four]
-                self.fetch(source, target)
+        four = thread % 32
+        for first in cutlass.range_constexpr(0, self.columns, self.warps):
+            row = first + thread // 32
+            if row < self.columns:
+                target = cute.tiled_divide(own[row, None], (4,))[None, four]
+                if not started:
+                    cute.autovec_copy(nothing, target)
+                else:
+                    source = cute.tiled_divide(state[part * self.columns + row, None], (4,))[None, four]
+                    self.fetch(source, target)
 
     @cute.jit
     def fetch(self, source: cute.Tensor, target: cute.Tensor) -> None:
