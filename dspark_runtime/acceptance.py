@@ -158,6 +158,14 @@ def block_verification(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tens
     return _end_chain(tree, probs, rows, seeds, counters, kept, weight)
 
 
+def _worth_trying(trial: Tensor) -> Tensor | slice | None:
+    """The requests that `tree_rejection` computes at a node: on a CPU, where reading is free, those at its parent alone."""
+    if trial.device.type != "cpu":
+        return slice(None)
+    at = trial.nonzero().squeeze(1)
+    return at if len(at) else None
+
+
 def tree_rejection(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, counters: Tensor) -> Accepted:
     """Recursive rejection, children drawn without replacement (Sequoia; drafters fact sheet §4.3, rules S and E).
 
@@ -176,11 +184,9 @@ def tree_rejection(tree: DraftTree, probs: Tensor, rows: Tensor, seeds: Tensor, 
     q = None if tree.probs is None else tree.probs[:, 0].clone()
     for j in range(1, n):  # a parent comes before its children, so one pass in index order meets every child in turn
         trial = (tree.parents[:, j] == node) & (tree.tokens[:, j] >= 0)
-        at: Tensor | slice = slice(None)
-        if rows.device.type == "cpu":  # where reading is free: only the requests that are at this node's parent
-            at = trial.nonzero().squeeze(1)
-            if not len(at):
-                continue
+        at = _worth_trying(trial)
+        if at is None:
+            continue
         trial, ids = trial[at], tree.tokens[at, j].clamp(min=0)[:, None]
         pj = p[at]
         px = pj.gather(1, ids).squeeze(1)

@@ -73,9 +73,10 @@ NAMES = ["greedy", *acceptance.RULES, "chain law", "tree law", "trace"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_reads_nothing_back(name):
+def test_a_step_reads_nothing_back(name, monkeypatch):
     run = step(name, "cpu")
     want = run()  # a law's tables are made on the first call, before any capture
+    monkeypatch.setattr(acceptance, "_worth_trying", lambda trial: slice(None))  # as on a GPU: all requests at each node
     with NoHostReads():
         got = run()
     assert all(torch.equal(a, b) for a, b in zip(got, want))
