@@ -39,6 +39,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "greedy_logits": _linear.greedy_logits,
     "arg_max": _linear.arg_max,
     "moe_route": moe.moe_route,
+    "pack_experts": moe.pack_experts,
     "moe_experts": moe.moe_experts,
     "plan_attention": attention.plan_attention,
     "paged_tree_attention": attention.paged_tree_attention,
@@ -105,6 +106,19 @@ def recording(record: Callable[..., None]) -> Iterator[None]:
         _record = None
 
 
+@contextmanager
+def serving(device_type: str, implementations: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, operations on devices of this type are these, and the reference's where there is none."""
+    before = _loaded.get(device_type)
+    _loaded[device_type] = _REFERENCE | implementations
+    try:
+        yield
+    finally:
+        del _loaded[device_type]
+        if before is not None:
+            _loaded[device_type] = before
+
+
 def _table(device_type: str) -> dict[str, Callable[..., Any]]:
     table = _loaded.get(device_type)
     if table is None:
@@ -163,6 +177,7 @@ logits = _op("logits")
 greedy_logits = _op("greedy_logits")
 arg_max = _op("arg_max")
 moe_route = _op("moe_route")
+pack_experts = _op("pack_experts")
 moe_experts = _op("moe_experts")
 plan_attention = _op("plan_attention")
 paged_tree_attention = _op("paged_tree_attention")

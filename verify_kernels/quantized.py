@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,46 @@ BLOCK = 128
 GROUP = 32
 """Columns that share one scale of MXFP4 (OCP Microscaling specification 1.0)."""
 
-Self = TypeVar("Self", bound="Quantized")
+Self = TypeVar("Self", bound="Scaled")
+
+
+class Quantized:
+    """One matrix [N, K] or a stack of them, in whatever form it is kept."""
+
+    kind: str  # "fp8" or "mxfp4"
+    shape: torch.Size
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and scales."""
+        raise NotImplementedError
+
+    def data_ptr(self) -> int:
+        raise NotImplementedError
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[..., N, K] in dtype."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Quantized:
+        """A matrix of a stack."""
+        raise NotImplementedError
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Quantized:
-    """values and scales of one matrix or of a stack of them."""
+class Scaled(Quantized):
+    """values and scales as checkpoints have them."""
 
-    kind: ClassVar[str]
     values: Tensor
     scales: Tensor
 
@@ -32,16 +64,8 @@ class Quantized:
         """Raises ValueError for parts that do not fit together."""
         raise NotImplementedError
 
-    @property
-    def shape(self) -> torch.Size:
-        raise NotImplementedError
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[..., N, K] in dtype."""
-        raise NotImplementedError
-
-    def __getitem__(self: Self, index: int) -> Self:
-        """A matrix of a stack."""
+    def __getitem__(self: Self, index: int | slice) -> Self:
+        """A matrix of a stack, or some of them."""
         return type(self)(self.values[index], self.scales[index])
 
     @property
@@ -52,12 +76,6 @@ class Quantized:
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
-    def dim(self) -> int:
-        return len(self.shape)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
     def data_ptr(self) -> int:
         return self.values.data_ptr()
 
@@ -65,7 +83,7 @@ class Quantized:
         return type(self)(self.values.to(device), self.scales.to(device))
 
 
-class Fp8Blocks(Quantized):
+class Fp8Blocks(Scaled):
     """values [..., N, K] float8_e4m3fn, scales [..., ceil(N / 128), ceil(K / 128)] float32: weight = value * scale of
     its 128 x 128 block (`weight_scale_inv` of Qwen3 and DeepSeek FP8 checkpoints)."""
 
@@ -88,7 +106,7 @@ class Fp8Blocks(Quantized):
         return (self.values.to(wide) * scales).to(dtype)
 
 
-class Mxfp4(Quantized):
+class Mxfp4(Scaled):
     """values [..., N, K / 2] uint8, two e2m1 a byte, the even column in the low half; scales [..., N, K / 32] uint8, e8m0:
     weight = value * 2^(scale - 127) (`weight_packed` and `weight_scale` of compressed-tensors checkpoints)."""
 
@@ -114,12 +132,12 @@ class Mxfp4(Quantized):
         return (values * torch.exp2(self.scales.double() - 127).repeat_interleave(GROUP, -1)).to(dtype)
 
 
-def stack(parts: Sequence[Quantized]) -> Quantized:
+def stack(parts: Sequence[Scaled]) -> Scaled:
     """Matrices of one kind and shape -> [len(parts), ...]."""
     return type(parts[0])(*(torch.stack([getattr(p, field) for p in parts]) for field in ("values", "scales")))
 
 
-def join_rows(parts: Sequence[Quantized]) -> Quantized:
+def join_rows(parts: Sequence[Scaled]) -> Scaled:
     """Rows of one matrix after those of another, which end on whole blocks. Raises ValueError where they do not."""
     for part in parts[:-1]:
         if part.kind == "fp8" and part.shape[-2] % BLOCK:

@@ -31,7 +31,7 @@ from dspark_runtime.models.transformer import TensorReader
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch, RecurrentStates
 from verify_kernels.comm import Group
-from verify_kernels.quantized import GROUP, Mxfp4
+from verify_kernels.quantized import GROUP, Mxfp4, Quantized
 from verify_kernels.reference.attention import AttentionPlan
 from verify_kernels.reference.recurrence import RecurrencePlan
 
@@ -318,13 +318,13 @@ class GatedMlp:
 
 @dataclass
 class LatentMoe:
-    """Routed experts between two projections, and the shared ones as one MLP."""
+    """Routed experts, as `ops.pack_experts` leaves them, between two projections, and the shared ones as one MLP."""
 
     router: Tensor
     bias: Tensor
     down_proj: Tensor
-    gate_up: Mxfp4
-    down: Mxfp4
+    gate_up: Quantized
+    down: Quantized
     norm: Tensor
     up_proj: Tensor
     shared: GatedMlp
@@ -380,7 +380,8 @@ class KimiK3:
         self.group = group if c.shard.size > 1 else None
         self.name = name
         self.device, self.dtype = torch.device(device), dtype
-        if self.device.type != "cpu" and (self.device.type != "cuda" or ops.mode() == "auto"):
+        runs = ("cpu", "meta") if ops.mode() == "auto" else ("cpu", "meta", "cuda")
+        if self.device.type not in runs:
             allowed = f"cpu, or cuda with --backend unmeasured (the kernels of {name} have not run there)"
             raise ConfigError(f"device: found {self.device.type}, allowed: {allowed}")
         self.vocab_size = c.vocab_size
@@ -523,7 +524,7 @@ class KimiK3:
         ids = ids if forced is None else forced
         batch.experts.append(ids)
         latent = self._gather(ops.linear(x, w.down_proj), "latent")
-        held = len(w.gate_up.values)
+        held = w.gate_up.shape[0]
         if held < moe.num_experts:
             ids = ids - self.config.shard.rank * held
         y = ops.situ_experts(latent, w.gate_up, w.down, weights, ids, situ.beta, situ.linear_beta)
@@ -610,12 +611,13 @@ def _experts(take: Take, prefix: str) -> Mxfp4:
 
 
 def _read_moe(take: Take, prefix: str) -> LatentMoe:
+    gate_up, down = ops.pack_experts(*(_experts(take, f"{prefix}experts.{name}.") for name in ("gate_up", "down")))
     return LatentMoe(
         router=take(f"{prefix}gate.weight"),
         bias=take(f"{prefix}gate.e_score_correction_bias"),
         down_proj=take(f"{prefix}routed_expert_down_proj.weight"),
-        gate_up=_experts(take, f"{prefix}experts.gate_up."),
-        down=_experts(take, f"{prefix}experts.down."),
+        gate_up=gate_up,
+        down=down,
         norm=take(f"{prefix}routed_expert_norm.weight"),
         up_proj=take(f"{prefix}routed_expert_up_proj.weight"),
         shared=_gated_mlp(take, f"{prefix}shared_experts."),

@@ -177,7 +177,8 @@ def _read_layer(take: TensorReader, c: ModelConfig, index: int) -> Layer:
         return None if parts[0] is None else torch.cat(parts)
 
     if c.is_moe(index):
-        gate_up, down = take.experts(f"{prefix}mlp.experts.", c.num_experts, c.moe_intermediate_size, c.hidden_size)
+        stored = take.experts(f"{prefix}mlp.experts.", c.num_experts, c.moe_intermediate_size, c.hidden_size)
+        gate_up, down = ops.pack_experts(*stored)
     else:
         gate_up = interleave(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"))
         down = get("mlp.down_proj.weight")

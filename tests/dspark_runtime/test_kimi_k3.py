@@ -368,8 +368,8 @@ def test_what_does_not_run_says_so(own, tensors, tmp_path) -> None:
         Engine(own, DraftModel(own), spec=TreeSpec.chain(2), max_model_len=64)
     with pytest.raises(ConfigError, match="target: found kimi-k3-tiny, allowed: Llama, Qwen3 and Qwen3-MoE"):
         attention_config("kimi-k3-tiny")
-    with pytest.raises(ConfigError, match="device: found meta, allowed: cpu"):
-        KimiK3(cases.config(), tensors, name="x", dtype=torch.float32, device="meta")
+    with pytest.raises(ConfigError, match="device: found cuda, allowed: cpu"):
+        KimiK3(cases.config(), tensors, name="x", dtype=torch.float32, device="cuda")
     with pytest.raises(ConfigError, match="max_model_len: found 4096, allowed: 1 to 2048"):
         cases.model(max_model_len=4096)
     pages = Rows(own, 1, 8, 4)

@@ -19,14 +19,15 @@ from verify_kernels.cute.attention import run
 from verify_kernels.cute.latent import run as latent_run
 from verify_kernels.cute.linear import run as linear_run
 from verify_kernels.cute.moe import run as moe_run
+from verify_kernels.cute.moe.pack import PackedExperts, pack_experts
 from verify_kernels.cute.recurrence import run as recurrence_run
 from verify_kernels.cute.variants import AnyVariant, AppendVariant, LatentVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
-from verify_kernels.quantized import Quantized
+from verify_kernels.quantized import Quantized, Scaled
 from verify_kernels.reference import elementwise, linear as reference, recurrence
 
 UNMEASURED = (
-    "moe_route", "moe_experts", "plan_latent_attention", "latent_attention",
+    "moe_route", "pack_experts", "moe_experts", "situ_experts", "plan_latent_attention", "latent_attention",
     "plan_recurrence", "kda_verify", "commit_states", "gated_rms_norm",
 )  # fmt: skip
 """Operations whose kernels are there but not served: torch runs them until their bench (`eval.bench_moe`,
@@ -110,17 +111,21 @@ class LatentPlan:
     schedules: dict[LatentVariant, run.Plan] = dataclasses.field(default_factory=dict)
 
 
-def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> dict[str, Callable[..., Any]]:
-    """Operation name -> implementation for CUDA tensors on sm_90. unmeasured: with those in `UNMEASURED`.
+def implementations(
+    folder: Path | None = None, *, unmeasured: bool = False, load: Callable[[AnyVariant], run.Kernel] | None = None
+) -> dict[str, Callable[..., Any]]:
+    """Operation name -> implementation for CUDA tensors on sm_90. unmeasured: with those in `UNMEASURED`. load: called for
+    each kernel in place of compiling and loading it, on any machine (for tensors without values: `eval.kernels`).
 
     Kernels are compiled into `folder` (see `compile.default_folder`) at their first call, which must come before a CUDA
     graph captures it. Raises KernelError where they cannot run.
     """
-    check_machine()
+    if load is None:
+        check_machine()
 
     @functools.cache
     def kernel(variant: AnyVariant) -> run.Kernel:
-        return kernels.load(kernels.build(variant, folder))
+        return load(variant) if load is not None else kernels.load(kernels.build(variant, folder))
 
     def plan_attention(batch: PassBatch, page_size: int, *, mask: str = "tree", window: int = 0) -> PassPlan:
         if window:
@@ -289,16 +294,35 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         ids: Tensor,
         shared: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        if isinstance(gate_up, Quantized):
-            raise KernelError(f"moe_experts: weights are {gate_up.kind}, allowed: 16 bits, {INSTEAD}")
         if shared is not None:
             raise KernelError(f"moe_experts: found a shared expert, allowed: one more pick of every token, {INSTEAD}")
+        return experts(x, gate_up, down, weights, ids)
+
+    def situ_experts(
+        x: Tensor, gate_up: Quantized, down: Quantized, weights: Tensor, ids: Tensor, beta: float, linear_beta: float
+    ) -> Tensor:
+        return experts(x, gate_up, down, weights, ids, (beta, linear_beta))
+
+    def experts(
+        x: Tensor,
+        gate_up: Tensor | Quantized,
+        down: Tensor | Quantized,
+        weights: Tensor,
+        ids: Tensor,
+        situ: tuple[float, float] | None = None,
+    ) -> Tensor:
+        """In parts of as many tokens as a launch takes. situ: beta and linear beta, None with SwiGLU."""
+        if isinstance(gate_up, Scaled):
+            raise KernelError(f"experts: weights are {gate_up.kind} as stored, allowed: 16 bits, packed ones, {INSTEAD}")
+        kind, inner = getattr(gate_up, "kind", "plain"), down.shape[2]
+        both = [w.tiles if isinstance(w, PackedExperts) else w for w in (gate_up, down)]
         out, most = torch.empty_like(x), moe_run.MAX_TOKENS
         for t in range(0, x.shape[0], most):
             part = slice(t, t + most)
-            variants = moe_run.choose(x.dtype, x[part].shape[0], gate_up.shape[0], ids.shape[1])
+            variants = moe_run.choose(x.dtype, x[part].shape[0], gate_up.shape[0], ids.shape[1], kind, situ)
             run_both = kernel(variants[0]), kernel(variants[1])
-            moe_run.experts(run_both, variants, x[part], gate_up, down, weights[part], ids[part], out[part])
+            between = x.new_empty(ids[part].numel(), inner)
+            moe_run.experts(run_both, variants, x[part], *both, weights[part], ids[part], out[part], between=between)
         return out
 
     def plan_recurrence(batch: PassBatch, width: int) -> recurrence_run.RecurrencePlan | recurrence.RecurrencePlan:
@@ -354,7 +378,9 @@ def implementations(folder: Path | None = None, *, unmeasured: bool = False) -> 
         "logits": logits,
         "greedy_logits": greedy_logits,
         "moe_route": moe_route,
+        "pack_experts": pack_experts,
         "moe_experts": moe_experts,
+        "situ_experts": situ_experts,
         "plan_recurrence": plan_recurrence,
         "kda_verify": kda_verify,
         "commit_states": commit_states,

@@ -75,10 +75,11 @@ class CommitVariant:
 
     family: ClassVar = "attention"
     words: int
+    values: bool = True  # beside the keys; latents have none
 
     @property
     def name(self) -> str:
-        return f"commit_w{self.words}"
+        return f"commit_w{self.words}" + ("" if self.values else "_keys")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,13 @@ def _first(values: Tensor, k: int) -> Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
+def pack_experts(gate_up: Tensor | Quantized, down: Tensor | Quantized) -> tuple[Tensor | Quantized, Tensor | Quantized]:
+    """A layer's experts, gate_up [E, 2 I, H] and down [E, H, I], in the form in which `moe_experts` and
+    `latent_moe.situ_experts` of the same backend read them: called once, when weights are loaded. What comes back has the
+    shapes and the values of what went in, which may be freed. Here: as they are."""
+    return gate_up, down
+
+
 def moe_experts(
     x: Tensor,
     gate_up: Tensor | Quantized,

@@ -347,7 +347,7 @@ def test_choice_and_errors() -> None:
         ((torch.float32, 8, 128, 8), "dtype is torch.float32, allowed"),
         ((torch.bfloat16, 65, 128, 8), "found 65 tokens, allowed: 1 to 64"),
         ((torch.bfloat16, 8, 2000, 8), "found 8 of 2000, allowed: 1 to 32 of up to 1024"),
-        ((torch.bfloat16, 8, 4, 5), "found 5 of 4, allowed"),
+        ((torch.bfloat16, 8, 4, 33), "found 33 of 4, allowed"),
         ((torch.float16, 8, 128, 8, "mxfp4"), "dtype is torch.float16, allowed with mxfp4: torch.bfloat16"),
     ):
         with pytest.raises(KernelError, match=words):
@@ -370,7 +370,7 @@ def test_choice_and_errors() -> None:
     ("field", "value", "words"),
     [
         ("tokens", 24, "tokens is 24, allowed: 8, 16, 32, 64"),
-        ("top_k", 40, "found 40 of 128, allowed: 1 to 32"),
+        ("top_k", 40, "found 40 of 128, allowed: 1 to 32 of up to 1024"),
         ("kind", "int4", "kind is 'int4', allowed: plain, mxfp4, fp8"),
     ],
 )

@@ -38,7 +38,7 @@ def _plan(variant: PlanVariant) -> tuple[Any, ...]:
 def _commit(variant: CommitVariant) -> tuple[Any, ...]:
     cache = strided(i32, (size(), size(), size(), variant.words), (stride(4), stride(4), variant.words, 1), assumed_align=16)
     table, index, path = compact(i32, size(), size()), compact(i64, size()), compact(i64, size(), size())
-    return CommitPath(variant.words), cache, cache, table, index, path
+    return CommitPath(variant.words), cache, cache if variant.values else None, table, index, path
 
 
 def _append(variant: AppendVariant) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 THREADS = 128
 AHEAD = 8  # reads in flight before the first write
@@ -28,14 +28,18 @@ class CommitPath:
     def __call__(
         self,
         k_cache: cute.Tensor,  # [layers, pages, page, words] int32
-        v_cache: cute.Tensor,  # [layers, pages, page, words] int32
+        v_cache: cute.Tensor | None,  # [layers, pages, page, words] int32
         page_table: cute.Tensor,  # [R, P] int32
         context_lens: cute.Tensor,  # [R] int64
         path: cute.Tensor,  # [R, n] int64
         stream: Any,
     ) -> None:
         self.kernel(k_cache, v_cache, page_table, context_lens, path).launch(
-            grid=[cute.ceil_div(self.words // 4, THREADS), 2 * k_cache.shape[0], path.shape[0]],
+            grid=[
+                cute.ceil_div(self.words // 4, THREADS),
+                (1 if v_cache is None else 2) * k_cache.shape[0],
+                path.shape[0],
+            ],
             block=[THREADS, 1, 1],
             stream=stream,
         )
@@ -44,7 +48,7 @@ class CommitPath:
     def kernel(
         self,
         k_cache: cute.Tensor,
-        v_cache: cute.Tensor,
+        v_cache: cute.Tensor | None,
         page_table: cute.Tensor,
         context_lens: cute.Tensor,
         path: cute.Tensor,
@@ -53,7 +57,9 @@ class CommitPath:
         part, layer, request = cute.arch.block_idx()
         chunk = part * THREADS + thread
         if chunk < self.words // 4:
-            if layer < k_cache.shape[0]:
+            if const_expr(v_cache is None):
+                self.move(k_cache, layer, page_table, context_lens, path, request, chunk)
+            elif layer < k_cache.shape[0]:
                 self.move(k_cache, layer, page_table, context_lens, path, request, chunk)
             else:
                 self.move(v_cache, layer - k_cache.shape[0], page_table, context_lens, path, request, chunk)

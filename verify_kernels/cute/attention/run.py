@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verify_kernels.batch import KVCache
 from verify_kernels.cute.attention.schedule import MAX_ENTRIES, RECORD, schedule
+from verify_kernels.cute.device import multiprocessors
 from verify_kernels.cute.variants import AnyVariant, AppendVariant, CommitVariant, PlanVariant, Variant
 from verify_kernels.errors import INSTEAD, KernelError
 
@@ -90,11 +91,6 @@ class Plan:
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def _workspace(device: torch.device, slots: int, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Partial results; passes on one stream share it."""
     partial = torch.empty(slots, rows, head_dim, dtype=torch.float32, device=device)
@@ -134,7 +130,7 @@ def plan(
     if (variant.mask == "tree") != (ancestor_masks is not None):
         found = "none" if ancestor_masks is None else "some"
         raise ValueError(f"verify attention: ancestor_masks are {found}, allowed: some with mask 'tree', none without")
-    units = _multiprocessors(device) // variant.blocks
+    units = multiprocessors(device) // variant.blocks
     constants = plan_variant(variant, setup)
     entries = context_lens.shape[0] + num_tokens * constants.group // constants.block_rows
     if kernel is None:
@@ -195,7 +191,7 @@ def append_kv(
 
 def commit_path(kernel: Kernel, cache: KVCache, page_table: Tensor, context_lens: Tensor, path: Tensor) -> None:
     """The reference's `commit_path` by the compiled `commit_variant`. Capturable."""
-    k, v = (x.view(*x.shape[:3], -1).view(torch.int32) for x in (cache.k, cache.v))
+    k, v = (x.view(*x.shape[:3], -1).view(torch.int32) if x.numel() else None for x in (cache.k, cache.v))
     kernel(k, v, page_table, context_lens.long(), path.contiguous())
 
 
@@ -203,4 +199,4 @@ def commit_variant(cache: KVCache) -> CommitVariant:
     size = cache.k.shape[3] * cache.k.shape[4] * cache.k.element_size()
     if size % 16:
         raise KernelError(f"commit_path: a slot has {size} bytes, allowed: multiples of 16, {INSTEAD}")
-    return CommitVariant(size // 4)
+    return CommitVariant(size // 4, cache.v.shape[4] > 0)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from verify_kernels.cute.device import H200_MULTIPROCESSORS, multiprocessors as _multiprocessors
 from verify_kernels.cute.linear.pack import packed_shape
 from verify_kernels.cute.linear.schedule import plan, stages, tile
 from verify_kernels.cute.variants import LinearVariant
@@ -17,7 +18,6 @@ from verify_kernels.errors import INSTEAD, KernelError
 Kernel = Callable[..., None]
 
 MAX_TOKENS = 64
-H200_MULTIPROCESSORS = 132
 
 
 class Rows(NamedTuple):
@@ -66,11 +66,6 @@ def variants_of(
         for shape, epilogue in served
     )
     return list(dict.fromkeys(found))
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

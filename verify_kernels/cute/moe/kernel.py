@@ -118,7 +118,7 @@ class Experts:
     ) -> None:
         if tokens not in (8, 16, 32, 64):
             raise ValueError(f"experts: tokens is {tokens}, allowed: 8, 16, 32, 64")
-        if not 1 <= top_k <= min(experts, 32) or experts > 1024:
+        if not 1 <= top_k <= 32 or not 1 <= experts <= 1024:
             raise ValueError(f"experts: found {top_k} of {experts}, allowed: 1 to 32 of up to 1024")
         if kind not in ("plain", *PART_BYTES):
             raise ValueError(f"experts: kind is {kind!r}, allowed: plain, {', '.join(PART_BYTES)}")
@@ -146,7 +146,7 @@ class Experts:
         self,
         x: cute.Tensor,  # [T, H], rows may be strided; down: hidden [T * k, I]
         w: cute.Tensor,  # [E, 2 I, H]; down: [E, H, I]; packed: [E, row tiles, k tiles, bytes] uint8
-        ids: cute.Tensor,  # [T, k] int64, a row's all different; rows may be strided
+        ids: cute.Tensor,  # [T, k] int64, a row's all different, those of no expert ignored; rows may be strided
         weights: cute.Tensor | None,  # [T, k] float32; not for down
         y: cute.Tensor,  # hidden [T * k, I]; down: [T, H]
         partial: cute.Tensor,  # [2 * units, groups, tokens / 8, 128, 4] float32
@@ -288,17 +288,19 @@ class Experts:
         weight = cute.make_rmem_tensor(cute.make_layout(rounds), Float32)
         for i in cutlass.range_constexpr(rounds):
             pair = i * self.threads + thread
-            found[i], weight[i] = 0, 0.0
+            found[i], weight[i] = -1, 0.0
             if pair < count:
                 # Not through L1: the kernel that wrote it may have run since this SM read the last picks.
                 pick = ids.iterator + (pair // self.top_k * ids.stride[0] + pair % self.top_k)
-                found[i] = cute.arch.load(pick, Int64, cop="cg").to(Int32)
+                expert = cute.arch.load(pick, Int64, cop="cg")
+                if expert >= 0 and expert < self.experts:  # else it is held elsewhere
+                    found[i] = expert.to(Int32)
                 if const_expr(not self.down):
                     weight[i] = cute.arch.load(weights.iterator + pair, Float32, cop="cg")
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(rounds):
             pair = i * self.threads + thread
-            if pair < count:
+            if found[i] >= 0:
                 t = pair // self.top_k
                 word = picks.masks.iterator + (found[i] * self.words + t // 32)
                 cute.arch.atomic_or(word, Int32(1) << (t % 32), sem="relaxed", scope="cta")
@@ -322,6 +324,12 @@ class Experts:
                     pairs += before_pairs
             if lane == 31:
                 picks.experts[self.most] = entries
+                if const_expr(self.down):
+                    # No expert at all: one without tokens, for the sums of nothing are to be written, too.
+                    if entries == 0:
+                        picks.experts[self.most] = 1
+                        picks.experts[0] = 0
+                        picks.places[0] = 0
             entries -= own_entries
             pairs -= own_pairs
             for i in cutlass.range(each, unroll=4):
@@ -338,7 +346,7 @@ class Experts:
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(rounds):
             pair = i * self.threads + thread
-            if pair < count:
+            if found[i] >= 0:
                 place = picks.first[found[i]] + tokens_below(picks.masks, found[i], pair // self.top_k, self.words)
                 picks.pairs[place] = pair
                 if const_expr(not self.down):
@@ -421,7 +429,7 @@ class Experts:
         if const_expr(not self.gather):
             blocks = 1
             if const_expr(self.down):
-                blocks = (self.columns_of(picks, which)[1] + 7) // 8
+                blocks = cutlass.max((self.columns_of(picks, which)[1] + 7) // 8, 1)
             size += blocks * (8 * self.tile_k * 2)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)

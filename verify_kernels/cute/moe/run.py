@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from verify_kernels.cute.device import multiprocessors
 from verify_kernels.cute.moe.pack import PART_BYTES
 from verify_kernels.cute.variants import ExpertsVariant, RouteVariant
 from verify_kernels.errors import INSTEAD, KernelError
@@ -59,7 +60,7 @@ def choose(
         raise KernelError(f"experts: dtype is {dtype}, allowed with {kind}: torch.bfloat16, {INSTEAD}")
     if not 1 <= tokens <= MAX_TOKENS:
         raise KernelError(f"experts: found {tokens} tokens, allowed: 1 to {MAX_TOKENS}, {INSTEAD}")
-    if not (1 <= top_k <= min(experts, 32) and experts <= 1024):
+    if not (1 <= top_k <= 32 and 1 <= experts <= 1024):
         raise KernelError(f"experts: found {top_k} of {experts}, allowed: 1 to 32 of up to 1024, {INSTEAD}")
     padded = max(8, 1 << (tokens - 1).bit_length())
     name = str(dtype).removeprefix("torch.")
@@ -105,11 +106,6 @@ def route(
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
 def _workspace(device: torch.device, units: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Partial sums, and counters that every call leaves at zero; calls on one stream share them."""
     partial = torch.empty(2 * units, 2, tokens // 8, 128, 4, dtype=torch.float32, device=device)
@@ -146,7 +142,7 @@ def experts(
             f"experts: found hidden size {hidden} with {gate_up.shape[1]} and {inner} channels, allowed: multiples of 8, "
             "gate and up as many as down"
         )
-    usual = 2 * _multiprocessors(x.device)
+    usual = 2 * multiprocessors(x.device)
     partial, counters = _workspace(x.device, max(units or 0, usual), variant.tokens)
     units = units or usual
     if between is None:

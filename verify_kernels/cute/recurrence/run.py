@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verify_kernels.batch import PassBatch, Records
+from verify_kernels.cute.device import H200_MULTIPROCESSORS
 from verify_kernels.cute.variants import GatedNormVariant, KdaCommitVariant, KdaVerifyVariant
 from verify_kernels.errors import INSTEAD, KernelError
 
@@ -17,7 +18,6 @@ Kernel = Callable[..., None]
 
 DIM, WIDTH = 128, 4  # channels of a head, taps of the convolution
 MAX_NODES = 32
-H200_MULTIPROCESSORS = 132
 _ROOM = 120
 """Factors of decays (`verify`) lie between 2^-120 and 2^lift, their inverses between 2^-lift and 2^120."""
 _MOST_LIFT = 112  # what the state holds under a key may be 2^15 then
