@@ -604,6 +604,9 @@ def kernels(
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     page_size: Annotated[int, typer.Option(help="16, 32, 64 or 128.")] = 16,
+    rank_of: Annotated[Optional[int], typer.Option(help="list, build: of one rank of this many GPUs.")] = None,
+    parallel: Annotated[str, typer.Option(help="Experts of that rank: tp, a slice of each, or ep, some of them.")] = "tp",
+    quantization: Annotated[Optional[str], typer.Option(help="list, build: of the targets' checkpoints, fp8.")] = None,
     folder: Annotated[Optional[Path], typer.Option(help="Where libraries lie (default: DSPARK_KERNEL_CACHE or the cache).")] = None,
     jobs: Annotated[int, typer.Option(help="Compiler processes.")] = 2,
     cases: Annotated[int, typer.Option(help="Random batches of check, for each target.")] = 40,
@@ -621,12 +624,13 @@ def kernels(
     from eval import kernels as run
 
     targets, asked = target.split(","), (dtype, page_size, folder)
+    part = dict(rank_of=rank_of, parallel=parallel, quantization=quantization)
     progress, close = progress_bar(quiet)
     try:
         if action == "list":
-            text = run.listing(targets, drafter, *asked)
+            text = run.listing(targets, drafter, *asked, **part)
         elif action == "build":
-            text = run.build(targets, drafter, *asked, jobs, progress)
+            text = run.build(targets, drafter, *asked, jobs, progress, **part)
         elif action == "check":
             text = run.check(targets, *asked, cases, progress)
         else:

@@ -482,7 +482,7 @@ def test_kernels_lists_what_is_built_and_what_is_not(no_compiler: Path, capsys: 
     from eval.kernels import variants
 
     wanted = variants(["qwen3-8b"], None, "bfloat16", 16)
-    assert [v.family for v in wanted].count("attention") == 18 and {v.family for v in wanted} == {"attention", "linear"}
+    assert [v.family for v in wanted].count("attention") == 16 and {v.family for v in wanted} == {"attention", "linear"}
     assert [(v.name, "no") for v in wanted] == rows
     no_compiler.mkdir()
     for variant in wanted[:3]:
@@ -506,6 +506,9 @@ def test_kernels_of_a_drafter_are_listed_with_its_target(no_compiler: Path, caps
         (["list", "--page-size", "24"], "page_size is 24, allowed: 16, 32, 64, 128"),
         (["list", "--target", "tiny"], "head_dim is 16, allowed: 64, 128"),
         (["list", "--target", "nobody"], "target: found 'nobody', allowed"),
+        (["list", "--rank-of", "16"], "rank_of: found target qwen3-8b, allowed: architectures of Kimi-K3's form"),
+        (["list", "--target", "kimi-k3", "--rank-of", "7"], "rank_of: found 7, allowed: numbers of ranks that divide"),
+        (["list", "--quantization", "int4"], "quantization: found int4 with qwen3-8b, allowed: fp8"),
         (["build", "--jobs", "0"], "jobs: found 0, allowed: 1 or more"),
         (["check"], "device: no usable CUDA GPU"),
         (["bench"], "device: no usable CUDA GPU"),
