@@ -53,7 +53,7 @@ BITS = {"plain": 16.0, "fp8": 8.0 + 32 / 128**2, "mxfp4": 4.25}  # of a weight, 
 KINDS = tuple(BITS)
 SMALL = ((128, 8), (8, 2), (4, 1), (60, 4), (256, 8))  # (experts, top-k) of random cases
 PEERS = ("triton", "grouped", "vllm")
-ROUTING = ("random", "uniform", "one", "ties", "few", "edges", "edges")
+ROUTING = ("random", "uniform", "one", "ties", "few", "edges", "edges", "elsewhere", "none")
 EDGES = (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64)  # tokens of an expert: products have 8, 16 or 32 columns
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -110,7 +110,10 @@ def jobs(cases: int) -> list[Job]:
         for kind in KINDS[1:]
         for t in (8, 64)
     ]
-    found += [{"job": "op", "config": "two", "tokens": 8, "experts": LAYER[0], "top_k": LAYER[1]}]
+    found += [
+        {"job": "op", "config": "two", "tokens": t, "experts": e, "top_k": k, "kind": kind, "situ": kind == "mxfp4"}
+        for kind, t, (e, k) in (("plain", 8, LAYER[:2]), ("fp8", 64, SMALL[1]), ("mxfp4", 64, SMALL[1]))
+    ]
     found += [{"job": "route", "config": name} for name in ROUTERS]
     kinds = [("two", t, e, k, "plain") for e, k in SMALL[:3] for t in (8, 16, 32, 64)]
     kinds += [("two", t, *SMALL[1], kind) for kind in KINDS[1:] for t in (8, 16, 32, 64)]
@@ -187,7 +190,7 @@ class Bench:
     def picks(self, kind: str, tokens: int, experts: int, top_k: int, seed: int) -> tuple[Any, Any]:
         """(weights [T, k] float32, ids [T, k]). kind: "random" logits; the laws "uniform" and "zipf" with exponent 1; all
         tokens to the same experts: "one"; logits with ties; "few" experts between them; experts with numbers of tokens of
-        `EDGES`."""
+        `EDGES`; most of them held "elsewhere", ids below 0 and past the last, or all: "none"."""
         import numpy as np
 
         from dspark_runtime.cost.routing import inclusion
@@ -203,6 +206,10 @@ class Bench:
             ids = torch.from_numpy(systematic(chances, tokens, draw)).cuda()
             weights = logits.gather(1, ids).softmax(-1)
             return weights, ids
+        if kind in ("elsewhere", "none"):
+            weights, ids = moe_route(torch.randn(tokens, 3 * experts, device="cuda", generator=g), top_k, True)
+            ids = ids - experts  # a third is held here
+            return weights, torch.where(ids < 0, ids, ids + experts) if kind == "none" else ids
         if kind == "edges":
             ids = torch.tensor(edges(tokens, experts, top_k, random.Random(seed)), device="cuda")
             return logits.gather(1, ids).softmax(-1), ids
@@ -253,13 +260,13 @@ class Bench:
     def float32(
         self, x: Any, gate_up: Any, down: Any, weights: Any, ids: Any, situ: bool = False
     ) -> tuple[Any, Any]:
-        """(hidden rows with their weights, output), of the same bf16 inputs."""
+        """(hidden rows with their weights, output), of the same bf16 inputs. Ids of no expert add nothing."""
         from verify_kernels.reference.latent_moe import situ_and_mul
 
         torch = self.torch
         between = torch.zeros(ids.numel(), down.shape[2], device="cuda")
         out = torch.zeros(x.shape, device="cuda")
-        for e in ids.unique().tolist():
+        for e in ids[(ids >= 0) & (ids < len(gate_up))].unique().tolist():
             pairs = (ids.flatten() == e).nonzero().flatten()
             rows = pairs // ids.shape[1]
             both = x[rows].float() @ gate_up[e].float().T
@@ -315,27 +322,40 @@ class Bench:
             return -(-hidden // 32) * 32, -(-inner // 32) * 32
         return hidden, -(-inner // 128) * 128 if kind == "fp8" else inner
 
-    def op(self, config: str, tokens: int, experts: int, top_k: int) -> Job:
-        """The operation as an engine would call it, and one captured call under other picks."""
+    def op(self, config: str, tokens: int, experts: int, top_k: int, kind: str = "plain", situ: bool = False) -> Job:
+        """The operation as an engine would call it, weights packed as at its load, and one captured call under other
+        picks."""
         from verify_kernels.cute import implementations
+        from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
 
         torch = self.torch
-        op = implementations(self.folder, unmeasured=True)["moe_experts"]
+        ops = implementations(self.folder, unmeasured=True)
         gate_up, down = self.matrices(experts, 512, 256)
+        stored = [gate_up, down]
+        if kind != "plain":
+            stored = [(quantize_fp8 if kind == "fp8" else quantize_mxfp4)(w) for w in stored]
+            gate_up, down = (w.dequantize(torch.float32) for w in stored)
+        packed = ops["pack_experts"](*stored)
+
+        def op(x: Any, weights: Any, ids: Any) -> Any:
+            if situ:
+                return ops["situ_experts"](x, *packed, weights, ids, *SITU)
+            return ops["moe_experts"](x, *packed, weights, ids)
+
         x = torch.randn(2 * tokens - 1, 512, device="cuda", dtype=torch.bfloat16)
         weights, ids = (p.clone() for p in self.picks("random", len(x), experts, top_k, 0))
         errors = []
 
         def error(got: Any) -> float:
-            want = self.float32(x, gate_up, down, weights, ids)[1]
+            want = self.float32(x, gate_up, down, weights, ids, situ)[1]
             return ((got.float() - want).norm() / want.norm()).item()
 
-        errors.append(error(op(x, gate_up, down, weights, ids)))
+        errors.append(error(op(x, weights, ids)))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = op(x, gate_up, down, weights, ids)
-        for kind, seed in (("random", 1), ("one", 2), ("uniform", 3)):
-            for old, new in zip((weights, ids), self.picks(kind, len(x), experts, top_k, seed)):
+            out = op(x, weights, ids)
+        for routing, seed in (("random", 1), ("one", 2), ("uniform", 3), ("elsewhere", 4)):
+            for old, new in zip((weights, ids), self.picks(routing, len(x), experts, top_k, seed)):
                 old.copy_(new)
             out.fill_(float("nan"))
             graph.replay()
@@ -413,7 +433,8 @@ class Bench:
             out.fill_(float("nan"))
             if not around.isnan().all():
                 return {"seed": seed, "error": float("inf"), "why": "wrote outside the output"}
-        error = max(((o.float() - want).norm() / want.norm()).item() for o in outs)
+        size = want.norm().clamp(min=1e-30)  # where no expert is held here, all is zero
+        error = max(((o.float() - want).norm() / size).item() for o in outs)
         why = ""
         if not error <= TOLERANCE:
             why = f"error {error:.2e}" if error == error else "not written"

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.verify_kernels.compiled import compile_remarks
+from verify_kernels import ops
 from verify_kernels.cute import UNMEASURED, compile as kernels
-from verify_kernels.cute.moe.pack import PART_BYTES, pack, rows_of
+from verify_kernels.cute.moe.pack import PART_BYTES, pack, pack_experts, packed_shape, rows_of, unpack
 from verify_kernels.cute.moe.run import HALF, MOST_COLUMNS, choose, choose_route, experts, other_bytes, stage_bytes, stages
 from verify_kernels.cute.moe.schedule import contributors, expert_of, line
 from verify_kernels.errors import KernelError
-from verify_kernels.quantized import quantize_fp8, quantize_mxfp4
+from verify_kernels.quantized import Fp8Blocks, Mxfp4, quantize_fp8, quantize_mxfp4
 from verify_kernels.reference.moe import moe_experts, moe_route
 
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
@@ -65,12 +66,17 @@ def test_every_tile_of_every_entry_once(down, row_tiles, k_tiles, entries, units
     assert order == sorted(order)
 
 
-def sorted_picks(ids: np.ndarray, columns: int) -> tuple[list[tuple[int, list[int]]], list[int]]:
+def sorted_picks(
+    ids: np.ndarray, held: int, columns: int, down: bool
+) -> tuple[list[tuple[int, list[int]]], list[int]]:
     """(entries: an expert and up to `columns` of its pairs, in order; all pairs by expert, then by token), as `Experts.sort`
-    leaves them."""
+    leaves them: without experts held elsewhere, and for down at least one entry."""
     pairs: dict[int, list[int]] = {}
     for pair, e in enumerate(ids.ravel().tolist()):
-        pairs.setdefault(e, []).append(pair)
+        if 0 <= e < held:
+            pairs.setdefault(e, []).append(pair)
+    if down and not pairs:
+        return [(0, [])], []
     entries = [(e, pairs[e][i : i + columns]) for e in sorted(pairs) for i in range(0, len(pairs[e]), columns)]
     return entries, [pair for _, some in entries for pair in some]
 
@@ -79,9 +85,9 @@ def run_all_units(
     down: bool, x, w, ids, weights, units: int, rows: int, tile_k: int, most_columns: int
 ) -> np.ndarray:
     """What all CTAs of one launch do, in float64: tiles of `rows` x `tile_k`, sums over units in their order."""
-    _, height, depth = w.shape
+    held, height, depth = w.shape
     tokens, top_k = ids.shape
-    entries, order = sorted_picks(ids, most_columns)
+    entries, order = sorted_picks(ids, held, most_columns, down)
     places = {pair: place for place, pair in enumerate(order)}
     tiles = -(-height // rows), -(-depth // tile_k)
     row_tiles, k_tiles, share = line(down, *tiles, len(entries), units)
@@ -128,7 +134,7 @@ def run_all_units(
     inner=st.sampled_from([8, 24, 40]),
     hidden=st.sampled_from([16, 40]),
     units=st.sampled_from([1, 3, 20, 132]),
-    kind=st.sampled_from(["random", "all to the same", "ties"]),
+    kind=st.sampled_from(["random", "all to the same", "ties", "most elsewhere", "all elsewhere"]),
     columns=st.sampled_from([2, 4, 32]),
     seed=st.integers(0, 1000),
 )
@@ -146,6 +152,13 @@ def test_both_launches_give_the_reference(
     gate_up = torch.randn(num_experts, 2 * inner, hidden, generator=g, dtype=torch.float64)
     down = torch.randn(num_experts, hidden, inner, generator=g, dtype=torch.float64)
     want = moe_experts(x, gate_up, down, weights, ids)
+    if kind == "most elsewhere":  # the others are zeros where all are at hand
+        weights, ids = moe_route(torch.randn(tokens, 3 * num_experts, generator=g, dtype=torch.float64), top_k, True)
+        all_of_them = (torch.cat((torch.zeros_like(w), w, torch.zeros_like(w))) for w in (gate_up, down))
+        want = moe_experts(x, *all_of_them, weights, ids)
+        ids = ids - num_experts
+    if kind == "all elsewhere":
+        want, ids = torch.zeros_like(want), torch.where(ids % 2 == 0, ids + num_experts, ids - num_experts)
     arrays = [t.numpy() for t in (x, gate_up, down, weights, ids)]
     between = run_all_units(False, arrays[0], arrays[1], arrays[4], arrays[3], units, 32, 16, columns)
     found = run_all_units(True, between, arrays[2], arrays[4], None, units, 16, 32, columns)
@@ -234,6 +247,57 @@ def test_threads_find_their_values_in_packed_tiles(kind: str, gate_up: bool, n: 
                         found[row + j % 2 * 8, 16 * step + column + j // 2 * 8 :][:2] = pair
             start = rows * r + 64 * part
             assert np.array_equal(found, padded[e, start : start + 64, 128 * c : 128 * c + 128])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(["mxfp4", "fp8"]),
+    gate_up=st.booleans(),
+    experts=st.integers(1, 4),
+    n=st.integers(1, 40),
+    k=st.integers(1, 12),
+    at_once=st.sampled_from([1, 20_000, 1 << 27]),
+    seed=st.integers(0, 1000),
+)
+def test_unpacking_is_the_inverse_of_packing(kind, gate_up, experts, n, k, at_once, seed) -> None:
+    """Any values, any sizes, packed at once or expert by expert."""
+    g = torch.Generator().manual_seed(seed)
+    rows = (256 * (1 + n % 2) if kind == "fp8" else 16 * n) if gate_up else 7 * n
+    columns = 32 * k if kind == "mxfp4" else 29 * k
+    if kind == "mxfp4":
+        values = torch.randint(0, 256, (experts, rows, columns // 2), generator=g, dtype=torch.uint8)
+        weight = Mxfp4(values, torch.randint(0, 193, (experts, rows, columns // 32), generator=g, dtype=torch.uint8))
+    else:
+        values = torch.randint(0, 256, (experts, rows, columns), generator=g, dtype=torch.uint8)
+        scales = torch.rand(experts, -(-rows // 128), -(-columns // 128), generator=g)
+        weight = Fp8Blocks(values.view(torch.float8_e4m3fn), scales)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verify_kernels.cute.moe.pack.AT_ONCE", at_once)
+        first, second = pack_experts(weight, weight) if gate_up else pack_experts(torch.zeros(1), weight)
+    packed = first if gate_up else second
+    assert (packed.kind, packed.shape, packed.nbytes, packed.numel()) == (kind, weight.shape, weight.nbytes, weight.numel())
+    assert packed.tiles.shape == packed_shape(kind, weight.shape, gate_up)
+    found = unpack(packed.tiles, kind, weight.shape[1:], gate_up)
+    for e in range(experts):
+        for other in (found[e], packed[e]):
+            assert type(other) is type(weight)
+            assert torch.equal(other.values.view(torch.uint8), weight.values[e].view(torch.uint8))
+            assert torch.equal(other.scales, weight.scales[e])
+
+
+@pytest.mark.parametrize("quantize", [quantize_mxfp4, quantize_fp8])
+def test_packed_experts_are_multiplied_as_what_they_stand_for(quantize) -> None:
+    torch.manual_seed(1)
+    stored = quantize(torch.randn(4, 256, 96) / 8), quantize(torch.randn(4, 96, 128) / 8)
+    packed = pack_experts(*stored)
+    x, (weights, ids) = torch.randn(5, 96), moe_route(torch.randn(5, 4), 2, True)
+    assert torch.equal(moe_experts(x, *packed, weights, ids), moe_experts(x, *stored, weights, ids))
+    assert torch.equal(packed[1].dequantize(torch.float32), stored[1].dequantize(torch.float32))
+    for op in ("pack_experts", "moe_experts", "situ_experts"):
+        assert op in UNMEASURED
+    plain = torch.randn(2, 32, 16), torch.randn(2, 16, 16)
+    assert all(a is b for a, b in zip(pack_experts(*plain), plain))  # read as they are
+    assert all(a is b for a, b in zip(ops.pack_experts(*stored), stored))  # on a CPU nothing changes
 
 
 def test_products_that_come_out_of_the_shifts_are_exact_bf16() -> None:
