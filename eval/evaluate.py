@@ -37,9 +37,16 @@ MATCHES = 4
 
 @dataclass(frozen=True)
 class Shape:
+    """kind: chain, tree or hybrid. Hybrid trees are deterministic at every temperature (earlier text has no law to draw
+    from) and verified by node sampling; what else is drafted above temperature 0 is drawn, where the drafter can."""
+
+    kind: str
     name: str
     spec: TreeSpec
-    hybrid: bool = False
+
+    @property
+    def rule(self) -> str:
+        return "node" if self.kind == "hybrid" else "auto"
 
 
 @dataclass
@@ -123,10 +130,9 @@ def shapes(config: EvalConfig, drafter: Any) -> list[Shape]:
         trees = []
     if config.hybrid and not trees:
         raise ConfigError("hybrid: found without a grown tree, allowed: with trees that the drafter grows")
-    found = [Shape("chain", TreeSpec.chain(depth))] if "chain" in config.trees else []
-    found += [Shape(f"tree-{n}", budget(n, depth)) for n in trees]
-    if config.hybrid:
-        found += [Shape(f"hybrid-{n}", budget(n, depth), hybrid=True) for n in trees]
+    found = [Shape("chain", "chain", TreeSpec.chain(depth))] if "chain" in config.trees else []
+    for kind in ("tree", "hybrid") if config.hybrid else ("tree",):
+        found += [Shape(kind, f"{kind}-{n}", budget(n, depth)) for n in trees]
     return found
 
 
@@ -135,7 +141,7 @@ def shapes(config: EvalConfig, drafter: Any) -> list[Shape]:
 
 def roll_out(
     engine: Engine,
-    spec: TreeSpec,
+    shape: Shape,
     prompts: Sequence[list[int]],
     config: EvalConfig,
     temperature: float,
@@ -145,12 +151,11 @@ def roll_out(
     """Every prompt to its stop or to `max_tokens` tokens. Raises DsparkError if a request fails."""
     from dspark_runtime.sampling import SamplingParams
 
-    # Grown trees are deterministic at every temperature: node sampling verifies them.
-    engine.configure(spec, None, "auto" if spec.is_chain else "node", scheduler)
+    engine.configure(shape.spec, None, shape.rule, scheduler)
     engine.records.clear()
     for i, prompt in enumerate(prompts):
         # Room for one whole step more than is asked for: a step is never cut, the request is ended here instead.
-        tokens = config.max_tokens + spec.depth + 1
+        tokens = config.max_tokens + shape.spec.depth + 1
         seed = (config.seed << 32) + i
         engine.submit(prompt, SamplingParams(temperature=temperature, max_tokens=tokens, seed=seed))
     while engine.has_work:
@@ -301,9 +306,11 @@ def measure(
         )
     cuda_graph = model.device.type == "cuda"
     options = dict(max_num_requests=config.num_requests, max_model_len=room, cuda_graph=cuda_graph)
-    engine = hybrid = Engine(model, drafter, **options)
+    engine = Engine(model, drafter, **options)
+    runners = {"plain": engine, "chain": engine, "tree": engine}
     if config.hybrid:
-        hybrid = Engine(model, type(drafter)(drafter.network, model, drafter.name, suffix=MATCHES), **options)
+        copy = type(drafter)(drafter.network, model, drafter.name, suffix=MATCHES)
+        runners["hybrid"] = Engine(model, copy, **options)
 
     timed = {s: ids[s][: config.speed] for s in suites}
     runs = len(config.temperature) * len(lines)
@@ -325,12 +332,12 @@ def measure(
     def accepted(
         prompts: list[list[int]], shape: Shape, temperature: float, what: str, suite: str | None = None
     ) -> Steps:
-        with_head = head and shape.spec.is_chain
-        runner = hybrid if shape.hybrid else engine
+        with_head = head and shape.kind == "chain"
+        runner = runners[shape.kind]
         runner.record_confidence = with_head
-        records = roll_out(runner, shape.spec, prompts, config, temperature, tick(what), schedulers.get(shape))
+        records = roll_out(runner, shape, prompts, config, temperature, tick(what), schedulers.get(shape))
         runner.record_confidence = False
-        if suite is not None and trace is not None and shape.name == "chain":
+        if suite is not None and trace is not None and shape.kind == "chain":
             several = len(config.temperature) > 1
             where = f"{suite}, T={temperature:g}" if several else suite
             trace.extend(trace_of(records, where, with_head, temperatures))
@@ -338,10 +345,13 @@ def measure(
 
     fitted = None
     if fit is not None:
-        chain = Shape("chain", TreeSpec.chain(drafter.max_depth))
+        chain = Shape("chain", "chain", TreeSpec.chain(drafter.max_depth))
         parts = [accepted(ids[fit], chain, t, f"fit on {fit.name}, T={t:g}") for t in config.temperature]
         fitted = fit_calibration(parts, fit.name, locate(config.drafter))
         temperatures = fitted.temperatures
+    if head and temperatures:  # drawn trees go where the scaled confidence says
+        copy = type(drafter)(drafter.network, model, drafter.name, temperatures=temperatures)
+        runners["tree"] = Engine(model, copy, **options)
 
     rows = []
     for suite in suites:
@@ -355,7 +365,7 @@ def measure(
                 found.append(numbers | confidence_numbers(steps, temperatures))
             if timed[suite]:
                 finished = tick(f"{here}, speed")
-                speeds = speed(engine, hybrid, lines, timed[suite], config, temperature, finished, schedulers)
+                speeds = speed(runners, lines, timed[suite], config, temperature, finished, schedulers)
                 found = [a | b for a, b in zip(found, speeds)]
             for shape, numbers in zip(lines, found):
                 rows.append(
@@ -380,8 +390,7 @@ def measure(
 
 
 def speed(
-    engine: Engine,
-    hybrid: Engine,
+    runners: Mapping[str, Engine],
     lines: Sequence[Shape],
     prompts: Sequence[list[int]],
     config: EvalConfig,
@@ -390,12 +399,12 @@ def speed(
     schedulers: Mapping[Shape, Scheduler | None],
 ) -> list[dict[str, object]]:
     """Numbers of each shape beside plain decoding, one request at a time. The first prompt warms up and runs again."""
-    order = [Shape("plain", TreeSpec.chain(0)), *lines]
+    order = [Shape("plain", "plain", TreeSpec.chain(0)), *lines]
     runs: list[list[Timed]] = [[] for _ in order]
     for prompt in [prompts[0], *prompts]:
         for shape, timed in zip(order, runs):
-            runner = hybrid if shape.hybrid else engine
-            records = roll_out(runner, shape.spec, [prompt], config, temperature, finished, schedulers.get(shape))
+            runner = runners[shape.kind]
+            records = roll_out(runner, shape, [prompt], config, temperature, finished, schedulers.get(shape))
             timed.append(Timed(sum(sum(r.emitted) for r in records), sum(r.ms["total"] for r in records) / 1e3))
     plain, *others = (timed[1:] for timed in runs)
     return [speed_numbers(timed, plain) for timed in others]

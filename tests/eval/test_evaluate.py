@@ -41,7 +41,7 @@ Q = PromptSet("q.jsonl", "0" * 64, ("one", "two", "three"))
 def numbers(drafter: ScriptedDrafter, depth: int, max_tokens: int, *eos: int, prompts: int = 1) -> dict[str, Any]:
     engine = Engine(ScriptedModel(SCRIPTED_V, logits, eos_token_ids=eos), drafter, max_num_requests=2)
     config = EvalConfig(max_tokens=max_tokens)
-    records = roll_out(engine, TreeSpec.chain(depth), [PROMPT] * prompts, config, 0.0)
+    records = roll_out(engine, Shape("chain", "chain", TreeSpec.chain(depth)), [PROMPT] * prompts, config, 0.0)
     return acceptance_numbers(steps_of(records, depth, head=False), depth)
 
 
@@ -225,18 +225,19 @@ def test_eagle3_is_evaluated_as_chain_and_as_grown_trees(tmp_path: Path) -> None
 
 
 def test_shapes_grow_and_draw_what_they_say(pair: tuple[SimpleNamespace, Path]) -> None:
-    """Chains are drawn at temperature 1; trees are grown at every temperature, hybrid ones with the request's text."""
+    """Chains and trees are drawn at temperature 1, trees in the drafter's own shape; hybrid ones are grown at every
+    temperature."""
     where, folder = pair
     drafter = load_drafter(folder, where.model)
-    config = EvalConfig(drafter=str(folder), trees="chain,12", max_tokens=6)
+    config = EvalConfig(drafter=str(folder), trees="chain,12", hybrid=True, max_tokens=6)
     for temperature in (0.0, 1.0):
         for shape in shapes(config, drafter):
             trees: list[DraftTree] = []
             propose = type(drafter).propose
             drafter.propose = lambda *a: trees.append(propose(drafter, *a)) or trees[-1]
             engine = Engine(where.model, drafter, max_model_len=64)
-            roll_out(engine, shape.spec, [[1, 2, 3]], config, temperature)
-            assert (trees[0].probs is not None) == (temperature > 0 and shape.name == "chain")
+            roll_out(engine, shape, [[1, 2, 3]], config, temperature)
+            assert (trees[0].probs is not None) == (temperature > 0 and shape.kind != "hybrid")
             assert int(trees[0].num_nodes[0]) == (5 if shape.name == "chain" else 12)
             grown = {tuple(tree.parents[0].tolist()) for tree in trees}
             assert shape.name == "chain" or budget(12, 4).parents not in grown
@@ -260,7 +261,7 @@ def test_roll_outs_at_temperature_0_are_plain_decoding(pair: tuple[SimpleNamespa
             return outputs
 
         engine.step = watched
-        roll_out(engine, shape.spec, prompts, EvalConfig(max_tokens=12), 0.0)
+        roll_out(engine, shape, prompts, EvalConfig(max_tokens=12), 0.0)
         assert [texts[i][:12] for i in sorted(texts)] == plain
 
 
@@ -282,7 +283,8 @@ def test_fitting_writes_a_file_that_the_next_run_applies(pair: tuple[SimpleNames
     # What was scaled afterwards is what the drafter says itself, once it is loaded with the file.
     engine = Engine(where.model, load_drafter(folder, where.model), max_model_len=128, record_confidence=True)
     prompts = [Letters()(text)["input_ids"] for text in Q.texts]
-    steps = steps_of(roll_out(engine, TreeSpec.chain(4), prompts, plain, 0.0), 4, head=True)
+    chain = Shape("chain", "chain", TreeSpec.chain(4))
+    steps = steps_of(roll_out(engine, chain, prompts, plain, 0.0), 4, head=True)
     assert confidence_numbers(steps, None)["ece_before"] == pytest.approx(found.rows[0].ece_after, abs=1e-4)
 
 
@@ -290,7 +292,7 @@ def test_drafters_without_trees_or_head_are_said_so(pair: tuple[SimpleNamespace,
     where, _ = pair
     plain = ScriptedDrafter(lambda prefix, count: [1] * count)
     assert [s.name for s in shapes(EvalConfig(), plain)] == ["chain"]
-    assert shapes(EvalConfig(), plain) == [Shape("chain", TreeSpec.chain(7))]
+    assert shapes(EvalConfig(), plain) == [Shape("chain", "chain", TreeSpec.chain(7))]
     for config, words in (
         (EvalConfig(trees="chain,16"), "trees: found 16 with scripted, allowed: chain"),
         (EvalConfig(hybrid=True), "hybrid: found without a grown tree"),
