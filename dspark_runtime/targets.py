@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -43,22 +43,26 @@ def load_target(
     weights: str = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
+    quantization: Literal["none", "fp8"] = "none",
 ) -> Target:
     """Load a target.
 
     name: "smollm2" (fetched once), a local folder or .gguf file, an architecture of configs/models or a .yaml file (with
     weights="dummy"), or a hub id (safetensors). dtype "auto" is bfloat16; device "auto" is CUDA where there is one.
-    weights "dummy": seeded random weights of the named architecture. Raises ConfigError, CheckpointError or
+    weights "dummy": seeded random weights of the named architecture; quantization is theirs, a checkpoint says itself what
+    it is. Raises ConfigError, CheckpointError or
     DownloadError, one line each. No remote code is run.
     """
     torch_dtype, torch_device = _dtype(dtype), device_of(device)
     if weights not in ("auto", "dummy"):
         raise ConfigError(f"weights: found {weights!r}, allowed: auto, dummy")
+    if quantization != "none" and weights != "dummy":
+        raise ConfigError(f"quantization: found {quantization} with a checkpoint, which says itself what it is; allowed: none")
     if name.endswith((".yaml", ".yml")) or name in names("models"):
         config = target_config(name)
         if weights != "dummy":
             raise ConfigError(f"target: {name} is an architecture without weights; add --weights dummy for timing")
-        return _dummy(Path(name).stem, config, torch_dtype, torch_device, seed, max_model_len)
+        return _dummy(Path(name).stem, config, torch_dtype, torch_device, seed, max_model_len, quantization)
     path = _locate(name)
     if path.suffix == ".gguf":
         if weights == "dummy":
@@ -68,7 +72,7 @@ def load_target(
     else:
         config = _folder_config(path)
         if weights == "dummy":
-            return _dummy(name, config, torch_dtype, torch_device, seed, max_model_len)
+            return _dummy(name, config, torch_dtype, torch_device, seed, max_model_len, quantization)
         tensors = Safetensors(path)
         tokenizer = _folder_tokenizer(path)
     model = Transformer(
@@ -133,10 +137,13 @@ def _dummy(
     device: torch.device,
     seed: int,
     max_model_len: int | None,
+    quantization: Literal["none", "fp8"],
 ) -> Target:
     if isinstance(config, KimiK3Config):
+        if quantization != "none":
+            raise ConfigError(f"quantization: found {quantization} with {name}, allowed: none (its experts are mxfp4)")
         return Target(name, dummy_kimi_k3(name, config, dtype, device, seed, max_model_len), None, config)
-    tensors = DummyTensors(config, seed, dtype, device)
+    tensors = DummyTensors(config, seed, dtype, device, quantization)
     model = Transformer(config, tensors, name=name, dtype=dtype, device=device, max_model_len=max_model_len)
     return Target(name, model, None, config)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from dspark_runtime.errors import CheckpointError
 from dspark_runtime.models.config import ModelConfig, from_gguf
 from dspark_runtime.models.transformer import tensor_shapes
+from verify_kernels.quantized import BLOCK
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -133,23 +134,42 @@ def read_gguf(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, tensors
 
 
+_SCALE = "_scale_inv"
+
+
 class DummyTensors(Mapping[str, Tensor]):
     """Seeded random weights of an architecture, made when asked for, on their device and in their dtype.
 
-    Norms are one, matrices are normal with standard deviation 0.02. For timing: the text means nothing.
+    Norms are one, matrices are normal with standard deviation 0.02. For timing: the text means nothing. quantization:
+    "fp8", projections and experts in blocks of 128 x 128 as published checkpoints have them, or "none".
     """
 
-    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantization: Literal["none", "fp8"] = "none",
+    ) -> None:
         self._shapes = tensor_shapes(config)
         self._order = {name: i for i, name in enumerate(self._shapes)}
         self._seed, self._dtype, self._device = seed, dtype, device
+        self._fp8 = {n for n, s in self._shapes.items() if "_proj" in n and len(s) > 1 and quantization == "fp8"}
+        for name in self._fp8:
+            *lead, n, k = self._shapes[name]
+            self._shapes[name + _SCALE] = (*lead, -(-n // BLOCK), -(-k // BLOCK))
 
     def __getitem__(self, key: str) -> Tensor:
         shape = self._shapes[key]
+        if key.endswith(_SCALE):
+            return torch.full(shape, 0.02, dtype=torch.float32, device=self._device)
         if "norm" in key:
             return torch.ones(shape, dtype=self._dtype, device=self._device)
         generator = torch.Generator(self._device).manual_seed(self._seed * 1_000_003 + self._order[key])
-        return torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0, 0.02, generator=generator)
+        wide = 1.0 if key in self._fp8 else 0.02  # times the scale
+        matrix = torch.empty(shape, dtype=self._dtype, device=self._device).normal_(0, wide, generator=generator)
+        return matrix.to(torch.float8_e4m3fn) if key in self._fp8 else matrix
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)

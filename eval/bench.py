@@ -14,7 +14,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dspark_runtime.configs import names
 from dspark_runtime.errors import CheckpointError, ConfigError, DsparkError
@@ -267,12 +267,13 @@ def drafter_config(name: str, config: ModelConfig | KimiK3Config) -> DrafterConf
     )
 
 
-def load(name: str, config: BenchConfig) -> Target:
+def load(name: str, config: Pair, quantization: Literal["none", "fp8"] = "none") -> Target:
     from dspark_runtime.targets import load_target
     from verify_kernels import ops
 
     ops.use(config.backend)
-    return load_target(name, dtype=config.dtype, device=config.device, weights=config.weights, seed=config.seed)
+    options = dict(dtype=config.dtype, device=config.device, weights=config.weights, seed=config.seed)
+    return load_target(name, **options, quantization=quantization)
 
 
 # ------------------------------------------------------------------------------------------------------ one run
@@ -464,7 +465,7 @@ def bench(
     points = plan(config)
     texts = load_prompts(config.prompts) if config.context_len is None else None
     progress(f"loading {config.target}", 0, 1)
-    target = load(config.target, config)
+    target = load(config.target, config, config.quantization)
     drafter = make_drafter(config.drafter, target, config)
     prompts = Prompts(config, texts, target)
     return measure(config, points, prompts, target, drafter, command, progress)
@@ -602,7 +603,7 @@ def empty_row(point: Point, target: Target, drafter: object | None, config: Benc
         num_speculative_tokens=point.spec.num_drafts,
         tree=point.tree,
         scheduler=point.scheduled,
-        dtype=str(target.model.dtype).removeprefix("torch."),
+        dtype=str(target.model.dtype).removeprefix("torch.") + ("" if config.quantization == "none" else "+fp8"),
         temperature=config.temperature,
         max_tokens=config.max_tokens,
         requested_acceptance_length=point.requested,

@@ -130,7 +130,8 @@ class BenchConfig(Pair):
     bonus token; rates or a trace are a synthetic law of their own. `context_len`: prompts of that many random token
     ids in place of the texts of `prompts`. scheduler: each speculative shape once with every one of them ("none": all
     drafts are verified), see `dspark_runtime.scheduling.names`. routing: the law of an MoE target's expert choices, see
-    `dspark_runtime.forced_routing` (None: uniform with dummy weights, else the model's own).
+    `dspark_runtime.forced_routing` (None: uniform with dummy weights, else the model's own). quantization: of dummy
+    weights, e4m3 in blocks of 128 x 128.
 
     engine: this project's, or vLLM with the same options, see `eval.bench_vllm`; speculative_config: vLLM's, in place of
     drafter and num_speculative_tokens.
@@ -155,6 +156,7 @@ class BenchConfig(Pair):
     temperature: float = Field(default=0.0, ge=0.0)
     rejection_sample_method: str = "auto"
     routing: str | None = None
+    quantization: Literal["none", "fp8"] = "none"
     cuda_graph: bool | None = None
     repeats: int = Field(default=5, ge=1)
     warmup: int = Field(default=1, ge=0)
@@ -214,6 +216,18 @@ class BenchConfig(Pair):
                 f"found {value}, allowed: never increasing (share of steps that accept position i and all before)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _quantization(self) -> BenchConfig:
+        if self.quantization != "none":
+            for field, wrong, allowed in (
+                ("weights", self.weights != "dummy", "dummy (a checkpoint says itself what it is)"),
+                ("rank_of", self.rank_of is not None, "none (its experts are mxfp4)"),
+                ("engine", self.engine != "dspark", "dspark"),
+            ):
+                if wrong:
+                    raise ValueError(f"{field}: found {getattr(self, field)!r} with quantization, allowed: {allowed}")
+        return self
 
     @model_validator(mode="after")
     def _one_rank(self) -> BenchConfig:

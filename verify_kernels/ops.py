@@ -31,6 +31,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "add_rms_norm": elementwise.add_rms_norm,
     "silu_and_mul": elementwise.silu_and_mul,
     "rope": elementwise.rope,
+    "pack_linear": _linear.pack_linear,
     "linear": _linear.linear,
     "linear_silu_and_mul": _linear.linear_silu_and_mul,
     "linear_add_rms_norm": _linear.linear_add_rms_norm,
@@ -169,6 +170,7 @@ rms_norm = _op("rms_norm")
 add_rms_norm = _op("add_rms_norm")
 silu_and_mul = _op("silu_and_mul")
 rope = _op("rope")
+pack_linear = _op("pack_linear")
 linear = _op("linear")
 linear_silu_and_mul = _op("linear_silu_and_mul")
 linear_add_rms_norm = _op("linear_add_rms_norm")

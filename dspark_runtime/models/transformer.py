@@ -3,7 +3,7 @@ routed experts. Every operation goes through `verify_kernels.ops`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from dspark_runtime.forced_routing import ForcedRouting
 from dspark_runtime.models.config import ModelConfig
 from verify_kernels import ops
 from verify_kernels.batch import KVCache, PassBatch
-from verify_kernels.layouts import SIDE, interleave
+from verify_kernels.layouts import SIDE
 from verify_kernels.quantized import BLOCK, GROUP, Fp8Blocks, Mxfp4, Quantized, join_rows, stack
 from verify_kernels.rope import cos_sin_table
 
@@ -25,9 +25,9 @@ class Layer:
     gates first, and down [E, H, I], and both may be quantised."""
 
     input_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | Quantized
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Tensor | Quantized
     o_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
@@ -139,6 +139,16 @@ class TensorReader:
         weight = self.stored(key, shape)
         return weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
 
+    def matrix(self, names: Sequence[tuple[str, tuple[int, ...]]], gate_up: bool) -> Tensor | Quantized:
+        """Matrices (key, shape) of one input as one, rows after rows, as the products of the chosen kernels read it (see
+        `ops.pack_linear`). Quantised ones whose rows do not end on whole blocks are dequantised before they are joined."""
+        parts = [self.stored(key, shape) for key, shape in names]
+        if len({getattr(part, "kind", None) for part in parts}) == 1 and not isinstance(parts[0], Tensor):
+            if all(part.shape[0] % BLOCK == 0 for part in parts[:-1]):
+                return ops.pack_linear(join_rows(parts), self._dtype, gate_up)
+        plain = [part if isinstance(part, Tensor) else part.dequantize(self._dtype) for part in parts]
+        return ops.pack_linear(plain[0] if len(plain) == 1 else torch.cat(plain), self._dtype, gate_up)
+
     def experts(self, prefix: str, count: int, inner: int, hidden: int) -> tuple[Tensor | Quantized, Tensor | Quantized]:
         """(gate_up, down) of a layer, from stacked tensors or from one set per expert; as quantised as they are stored."""
         if f"{prefix}gate_up_proj" in self:
@@ -172,21 +182,20 @@ def _read_layer(take: TensorReader, c: ModelConfig, index: int) -> Layer:
     def get(name: str) -> Tensor | None:
         return take.plain(prefix + name, shapes[name]) if name in shapes else None
 
-    def merged(names: list[str]) -> Tensor | None:
-        parts = [get(name) for name in names]
-        return None if parts[0] is None else torch.cat(parts)
+    def matrix(*names: str, gate_up: bool = False) -> Tensor | Quantized:
+        return take.matrix([(f"{prefix}{name}.weight", shapes[f"{name}.weight"]) for name in names], gate_up)
 
     if c.is_moe(index):
         stored = take.experts(f"{prefix}mlp.experts.", c.num_experts, c.moe_intermediate_size, c.hidden_size)
         gate_up, down = ops.pack_experts(*stored)
     else:
-        gate_up = interleave(get("mlp.gate_proj.weight"), get("mlp.up_proj.weight"))
-        down = get("mlp.down_proj.weight")
+        gate_up, down = matrix("mlp.gate_proj", "mlp.up_proj", gate_up=True), matrix("mlp.down_proj")
+    biases = [get(f"self_attn.{x}_proj.bias") for x in "qkv"]
     return Layer(
         input_norm=get("input_layernorm.weight"),
-        qkv=merged([f"self_attn.{x}_proj.weight" for x in "qkv"]),
-        qkv_bias=merged([f"self_attn.{x}_proj.bias" for x in "qkv"]),
-        o=get("self_attn.o_proj.weight"),
+        qkv=matrix(*(f"self_attn.{x}_proj" for x in "qkv")),
+        qkv_bias=None if biases[0] is None else torch.cat(biases),
+        o=matrix("self_attn.o_proj"),
         o_bias=get("self_attn.o_proj.bias"),
         q_norm=get("self_attn.q_norm.weight"),
         k_norm=get("self_attn.k_norm.weight"),

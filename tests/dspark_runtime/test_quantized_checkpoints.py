@@ -18,7 +18,7 @@ from eval.floor import model_cost
 from tests.dspark_runtime.passes import Pages
 from tests.dspark_runtime.test_forced_routing import MOE
 from tests.eval.test_routing import hugging_face
-from verify_kernels.quantized import Quantized, quantize_fp8, quantize_mxfp4
+from verify_kernels.quantized import Fp8Blocks, Quantized, quantize_fp8, quantize_mxfp4
 
 WIDE = MOE.model_copy(
     update=dict(hidden_size=160, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2, intermediate_size=64)
@@ -89,6 +89,25 @@ def test_a_quantised_checkpoint_is_the_model_of_its_dequantised_weights(tmp_path
     held = sum(w.nbytes for layer in ours.layers for w in (layer.gate_up, layer.down) if isinstance(w, Quantized))
     assert costs[0].expert_bytes == held < costs[1].expert_bytes / 3.9
     assert costs[0].flops_per_token == costs[1].flops_per_token and costs[0].num_experts == 4
+
+
+def test_dummy_weights_in_fp8_are_a_model_on_a_cpu_too() -> None:
+    config = MOE.model_copy(update=dict(moe_intermediate_size=128, intermediate_size=256))
+    tensors = DummyTensors(config, 3, torch.float32, "cpu", "fp8")
+    scaled = [name for name in tensors if name.endswith("_scale_inv")]
+    assert scaled and all("_proj" in name and tensors[name.removesuffix("_scale_inv")].dtype == torch.float8_e4m3fn for name in scaled)
+    stored = Transformer(config, tensors, name="fp8", dtype=torch.float32, device="cpu")
+    exact = {n: t for n, t in tensors.items() if n not in scaled}
+    for name in scaled:
+        key = name.removesuffix("_scale_inv")
+        exact[key] = Fp8Blocks(tensors[key], tensors[name]).dequantize(torch.float32)
+    plain = Transformer(config, exact, name="plain", dtype=torch.float32, device="cpu")
+    outs = []
+    for model in (stored, plain):
+        pages = Pages(model, 1, 16, 4)
+        outs.append(model.logits(model.forward(pages.batch([0], [0], [[3, 1, 4, 1, 5]]), pages.cache)[0]))
+    assert torch.allclose(*outs, atol=1e-5)
+    assert isinstance(stored.layers[0].qkv, torch.Tensor)  # no kernel here reads them packed
 
 
 UP, DOWN = "model.layers.0.mlp.experts.1.up_proj.", "model.layers.2.mlp.experts.3.down_proj."

@@ -18,7 +18,7 @@ from verify_kernels.cute.attention.run import variants_of
 from verify_kernels.cute.linear.run import variants_of as linears_of
 from verify_kernels.cute.moe.pack import PackedExperts
 from verify_kernels.cute.moe.run import choose
-from verify_kernels.cute.variants import CommitVariant, ExpertsVariant, GatedNormVariant, LatentVariant
+from verify_kernels.cute.variants import CommitVariant, ExpertsVariant, GatedNormVariant, LatentVariant, LinearVariant
 
 
 def small_k3(layers: int = 4) -> KimiK3Config:
@@ -51,6 +51,16 @@ def test_a_mixture_of_experts_asks_for_its_experts_and_all_that_was_listed(quant
     if quantization is None:
         listed = variants_of(dtype, c.head_dim, c.num_attention_heads, c.num_key_value_heads, 16, c.qk_norm)
         assert found - moe == {*listed, *linears_of(dtype, transformer.products(c))}
+
+
+def test_a_dense_fp8_checkpoint_asks_for_e4m3_products_but_for_the_lm_head() -> None:
+    found = variants(["qwen3-8b"], None, "bfloat16", 16, quantization="fp8")
+    kinds = {(v.kind, v.swiglu, v.residual, v.rms_in, v.rms_out) for v in found if isinstance(v, LinearVariant)}
+    # qkv after the embedding and later on, o and down, gate and up; the LM head.
+    assert kinds == {
+        ("fp8", False, False, False, False), ("fp8", False, False, True, False), ("fp8", False, True, False, True),
+        ("fp8", True, False, True, False), ("plain", False, False, False, False),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("parallel", ["tp", "ep"])

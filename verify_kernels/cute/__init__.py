@@ -18,6 +18,7 @@ from verify_kernels.cute import compile as kernels
 from verify_kernels.cute.attention import run
 from verify_kernels.cute.latent import run as latent_run
 from verify_kernels.cute.linear import run as linear_run
+from verify_kernels.cute.linear.pack import PackedLinear, pack_linear
 from verify_kernels.cute.moe import run as moe_run
 from verify_kernels.cute.moe.pack import PackedExperts, pack_experts
 from verify_kernels.cute.recurrence import run as recurrence_run
@@ -27,11 +28,11 @@ from verify_kernels.quantized import Quantized, Scaled
 from verify_kernels.reference import elementwise, linear as reference, recurrence
 
 UNMEASURED = (
-    "moe_route", "pack_experts", "moe_experts", "situ_experts", "plan_latent_attention", "latent_attention",
+    "pack_linear", "moe_route", "pack_experts", "moe_experts", "situ_experts", "plan_latent_attention", "latent_attention",
     "plan_recurrence", "kda_verify", "commit_states", "gated_rms_norm",
 )  # fmt: skip
 """Operations whose kernels are there but not served: torch runs them until their bench (`eval.bench_moe`,
-`eval.bench_latent`, `eval.bench_recurrence`) has passed on a GPU."""
+`eval.bench_latent`, `eval.bench_recurrence`; of packed e4m3 weights a whole step) has passed on a GPU."""
 
 TORCH_RUNS = {
     name: "torch's product beyond 64 tokens, for dtypes of more than 16 bits and where rows are no multiple of 16 bytes apart"
@@ -58,21 +59,24 @@ def check_kv(q: Tensor, pages: Tensor, k_scale: Tensor | None) -> None:
         raise KernelError(f"k_pages: dtype is {pages.dtype}, allowed: {q.dtype} without scales, {INSTEAD}")
 
 
-def multiplies(x: Tensor | Normed, weight: Tensor) -> bool:
-    """Whether the small-T linear serves x [T, K] and weight [N, K].
+def multiplies(x: Tensor | Normed, weight: Tensor | PackedLinear) -> bool:
+    """Whether the small-T linear serves x [T, K] and weight [N, K], which has x's dtype or is packed.
 
     Past 64 tokens the weights' reading no longer is what takes the time, and torch's product is as good. TMA wants rows
     that lie multiples of 16 bytes apart.
     """
     if isinstance(x, Normed):
         x = x.rows.values
+    packed = isinstance(weight, PackedLinear)
     return (
         x.dim() == weight.dim() == 2
         and 1 <= x.shape[0] <= linear_run.MAX_TOKENS
-        and x.dtype == weight.dtype
+        and x.dtype == (torch.bfloat16 if packed else weight.dtype)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[1] % 8 == 0
-        and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight))
+        and all(
+            t.stride(1) == 1 and t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0 for t in ((x,) if packed else (x, weight))
+        )
     )
 
 
@@ -223,7 +227,7 @@ def implementations(
         run.commit_path(kernel(run.commit_variant(cache)), cache, page_table, context_lens, path)
 
     def product(
-        x: Tensor | Normed, weight: Tensor, width: int, *operands: Tensor | None, **epilogue: bool
+        x: Tensor | Normed, weight: Tensor | PackedLinear, width: int, *operands: Tensor | None, **epilogue: bool
     ) -> tuple[Tensor, linear_run.Rows | None]:
         """The small-T linear -> (out [T, width], its rows for a norm after it). operands: bias, residual, norm."""
         bias, residual, norm = operands or (None, None, None)
@@ -234,25 +238,26 @@ def implementations(
             "bias": bias is not None, "residual": residual is not None, "rms_in": before is not None,
             "rms_out": norm is not None, **epilogue,
         }  # fmt: skip
-        variant = linear_run.choose(x.dtype, x.shape[0], tuple(weight.shape), **constants)
+        kind, tiles = ("fp8", weight.tiles) if isinstance(weight, PackedLinear) else ("plain", weight)
+        variant = linear_run.choose(x.dtype, x.shape[0], tuple(weight.shape), kind=kind, **constants)
         out = x.new_empty(x.shape[0], width)
         after = linear_run.rows_after(variant, out) if norm is not None else None
         squares, eps = (None, 0.0) if before is None else (before.rows.squares, before.eps)
-        linear_run.linear(kernel(variant), variant, x, weight, out, bias, residual, squares, eps, norm, after)
+        linear_run.linear(kernel(variant), variant, x, tiles, out, bias, residual, squares, eps, norm, after)
         return out, after
 
-    def linear(x: Tensor | Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(x: Tensor | Normed, weight: Tensor | PackedLinear, bias: Tensor | None = None) -> Tensor:
         if not multiplies(x, weight):
             return reference.linear(normed(x), weight, bias)
         return product(x, weight, weight.shape[0], bias, None, None)[0]
 
-    def linear_silu_and_mul(x: Tensor | Normed, gate_up: Tensor) -> Tensor:
+    def linear_silu_and_mul(x: Tensor | Normed, gate_up: Tensor | PackedLinear) -> Tensor:
         if not multiplies(x, gate_up):
             return reference.linear_silu_and_mul(normed(x), gate_up)
         return product(x, gate_up, gate_up.shape[0] // 2, swiglu=True)[0]
 
     def linear_add_rms_norm(
-        x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
+        x: Tensor, weight: Tensor | PackedLinear, bias: Tensor | None, residual: Tensor, norm: Tensor, eps: float
     ) -> tuple[Tensor | Normed, Tensor]:
         # What comes out is the next product's input, whose rows are as long as these are wide.
         if not multiplies(x, weight) or weight.shape[0] % 8:
@@ -371,6 +376,7 @@ def implementations(
         "latent_attention": latent_attention,
         "append_kv": append_kv,
         "commit_path": commit_path,
+        "pack_linear": pack_linear,
         "linear": linear,
         "linear_silu_and_mul": linear_silu_and_mul,
         "linear_add_rms_norm": linear_add_rms_norm,

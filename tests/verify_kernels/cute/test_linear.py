@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from eval import bench_linear
 from tests.verify_kernels.compiled import compile_remarks
 from verify_kernels.cute import compile as kernels
-from verify_kernels.cute.linear.pack import BYTES, pack
+from verify_kernels.cute.linear.pack import BYTES, PackedLinear, pack, pack_linear
 from verify_kernels.cute.linear.run import choose, linear
 from verify_kernels.cute.linear.schedule import (
     SHARED_MEMORY,
@@ -30,6 +30,7 @@ from verify_kernels.cute.linear.schedule import (
 from verify_kernels.cute.variants import LinearVariant
 from verify_kernels.errors import KernelError
 from verify_kernels.quantized import quantize_fp8
+from verify_kernels.reference import linear as reference
 
 needs_dsl = pytest.mark.skipif(kernels.dsl_version() == "none", reason="nvidia-cutlass-dsl is not installed")
 
@@ -271,6 +272,24 @@ def test_packed_e4m3_is_what_a_thread_of_wgmma_multiplies(n, k, gate_up):
                                 assert scales[block, b, down] == whole.scales[source // 128, column // 128]
                                 seen[source, column] += 1
     assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize(("n", "k", "gate_up"), [(48, 128, False), (200, 392, False), (512, 640, True), (17, 30, False)])
+def test_packed_weights_dequantise_to_the_same_numbers(n, k, gate_up):
+    stored = quantize_fp8(torch.randn(n, k, generator=torch.Generator().manual_seed(n)))
+    packed = pack_linear(stored, torch.bfloat16, gate_up)
+    assert isinstance(packed, PackedLinear) and packed.nbytes == stored.nbytes and packed.shape == (n, k)
+    assert torch.equal(packed.dequantize(torch.bfloat16), reference.pack_linear(stored, torch.bfloat16, gate_up))
+    x = torch.randn(3, k, dtype=torch.bfloat16)
+    assert torch.equal(reference.linear(x, packed), x @ packed.dequantize(torch.bfloat16).T)
+
+
+def test_what_is_not_packed_is_dequantised():
+    stored = quantize_fp8(torch.randn(384, 128))
+    for weight, dtype, gate_up in (
+        (stored, torch.float16, False), (stored, torch.bfloat16, True), (torch.randn(32, 16), torch.bfloat16, True),
+    ):  # fmt: skip
+        assert torch.equal(pack_linear(weight, dtype, gate_up), reference.pack_linear(weight, dtype, gate_up))
 
 
 def test_packing_wants_whole_rows_of_gate_and_up():

@@ -8,10 +8,13 @@ rows r and r + 8, columns 2 c and 2 c + 8, where r = lane / 4 and c = lane % 4.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from verify_kernels.quantized import BLOCK, Fp8Blocks
+from verify_kernels.quantized import BLOCK, Fp8Blocks, Quantized
+from verify_kernels.reference import linear as reference
 
 ROWS = 16
 COLUMNS = BLOCK
@@ -19,6 +22,44 @@ BYTES = ROWS * COLUMNS + 16
 """Of a block: its values; float32 scales of rows 0 to 7 and of rows 8 to 15; nothing."""
 FEW = 4
 """Blocks of a row of blocks come in so many, of zeros at the end if need be: the longest tile."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedLinear(Quantized):
+    """A matrix [N, K] as `pack` makes it; gate and up take turns of 8 rows in it, as `layouts.interleave` has them."""
+
+    tiles: Tensor
+    shape: torch.Size
+    kind: str = "fp8"
+
+    @property
+    def device(self) -> torch.device:
+        return self.tiles.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() + 4 * -(-self.shape[0] // BLOCK) * -(-self.shape[1] // BLOCK)
+
+    def data_ptr(self) -> int:
+        return self.tiles.data_ptr()
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        n, k = self.shape
+        values, scales = self.tiles.split((ROWS * COLUMNS, BYTES - ROWS * COLUMNS), dim=-1)
+        # [block, column block, pair of steps, r, c, step, column half, 2, row r + 8 before r]
+        parts = values.unflatten(-1, (4, 8, 4, 2, 2, 2, 2)).flip(-1)
+        codes = parts.permute(0, 8, 3, 1, 2, 5, 6, 4, 7).reshape(ROWS * len(values), -1).view(torch.float8_e4m3fn)
+        each = scales.contiguous().view(torch.float32)[..., :2]  # [block, column block, of rows r or of r + 8]
+        each = each.transpose(1, 2).flatten(0, 1).repeat_interleave(ROWS // 2, 0).repeat_interleave(COLUMNS, 1)
+        return (codes[:n, :k].float() * each[:n, :k]).to(dtype)
+
+
+def pack_linear(weight: Tensor | Quantized, dtype: torch.dtype, gate_up: bool = False) -> Tensor | Quantized:
+    """See `verify_kernels.reference.linear.pack_linear`: e4m3 blocks stay packed where x is bfloat16; what else is
+    quantised becomes a tensor of dtype."""
+    if isinstance(weight, Fp8Blocks) and dtype == torch.bfloat16 and not (gate_up and len(weight.values) % (2 * BLOCK)):
+        return PackedLinear(pack(weight, gate_up), weight.shape)
+    return reference.pack_linear(weight, dtype, gate_up)
 
 
 def packed_shape(n: int, k: int) -> tuple[int, int, int]:
