@@ -77,8 +77,10 @@ def logits_of(model: Transformer, ids: Sequence[int], last: int) -> torch.Tensor
     return model.logits(model.forward(batch, cache)[0][-last:])
 
 
-def check(config: ModelConfig, device: torch.device, tokens: int = TOKENS, seed: int = 0) -> dict[str, Any]:
-    """Greedy tokens of captured steps against the float32 reference. See the module."""
+def check(
+    config: ModelConfig, device: torch.device, tokens: int = TOKENS, seed: int = 0, backend: str = "auto"
+) -> dict[str, Any]:
+    """Greedy tokens of captured steps by these kernels against the float32 reference. See the module."""
     import torch
 
     from drafters.draft_model import DraftModel
@@ -97,7 +99,7 @@ def check(config: ModelConfig, device: torch.device, tokens: int = TOKENS, seed:
         "tree of 16, 2 requests": (2, tree),
     }
     written: list[tuple[str, list[int], list[int]]] = []
-    ops.use("auto")
+    ops.use(backend)
     draw = torch.Generator().manual_seed(seed)
     for name, (requests, spec) in runs.items():
         drafter = DraftModel(half) if spec.num_drafts else None
@@ -132,7 +134,7 @@ def check(config: ModelConfig, device: torch.device, tokens: int = TOKENS, seed:
             found["worst_gap_over_rms"] = max(found["worst_gap_over_rms"], (gap / rms)[wrong].max().item())
         by_run[name]["tokens"] += len(output)
         by_run[name]["differ"] += int(wrong.sum())
-    ops.use("auto")
+    ops.use(backend)
     return found | {"runs": by_run}
 
 
@@ -244,7 +246,7 @@ def take_apart(
 
 
 def timeline(
-    target: str, drafter: str, num_requests: int, k: int, context: int, al: float, device: torch.device
+    target: str, drafter: str, num_requests: int, k: int, context: int, al: float, device: torch.device, backend: str
 ) -> dict[str, Any]:
     """Milliseconds of a step with and without asynchronous scheduling, and its kernels."""
     import torch
@@ -258,7 +260,9 @@ def timeline(
     from eval.bench_attention import read_rate
     from eval.schema import BenchConfig
 
-    config = BenchConfig(target=target, drafter=drafter, weights="dummy", dtype="bfloat16", device=str(device))
+    config = BenchConfig(
+        target=target, drafter=drafter, weights="dummy", dtype="bfloat16", device=str(device), backend=backend
+    )
     loaded = load(target, config)
     spec = TreeSpec.chain(k if drafter != "none" else 0)
     law = SyntheticLaw.make(spec.depth, acceptance_length=al) if spec.depth else None
@@ -291,6 +295,7 @@ def timeline(
     spans = [step[-1]["end"] - step[0]["ts"] for step in steps]
     return dict(
         target=target, drafter=drafter, num_requests=num_requests, num_speculative_tokens=spec.num_drafts, context=context,
+        backend=backend,
         acceptance=f"SYNTHETIC AL {al:g}" if law else "plain", emitted_per_step=emitted, step_ms=ms, phase_ms=phases,
         output_throughput=1e3 * emitted / ms["async"], prefill_and_capture_s=first_s, read_tbps=rate,
         profiled_step_us=statistics.median(spans), launches=statistics.median(map(len, steps)),
@@ -348,6 +353,7 @@ def main() -> None:
     parser.add_argument("-k", type=int, default=7, help="drafts of a chain")
     parser.add_argument("--al", type=float, default=6.0, help="acceptance length")
     parser.add_argument("--context", type=int, default=1024, help="tokens in each request's cache")
+    parser.add_argument("--backend", default="auto", choices=("auto", "unmeasured"), help="kernels, as dspark bench takes it")
     parser.add_argument("--only", choices=("check", "timeline"), help="one of the two")
     args = parser.parse_args()
     import torch
@@ -363,14 +369,15 @@ def main() -> None:
         write_result(args.json, command, [result], "cuda")
 
     if args.only != "timeline":
-        result["check"] = check(load_model_config(args.target), device)
+        result["check"] = check(load_model_config(args.target), device, backend=args.backend)
         save()
         print(summary({"check": result["check"]}), flush=True)
         torch.cuda.empty_cache()
     if args.only != "check":
         result["timelines"] = []
         for b in map(int, args.num_requests.split(",")):
-            result["timelines"].append(timeline(args.target, args.drafter, b, args.k, args.context, args.al, device))
+            shape = (args.target, args.drafter, b, args.k, args.context, args.al)
+            result["timelines"].append(timeline(*shape, device, args.backend))
             save()
             print(summary({"timelines": result["timelines"][-1:]}), flush=True)
             torch.cuda.empty_cache()
