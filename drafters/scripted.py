@@ -62,6 +62,8 @@ class ScriptedDrafter:
         return replace(tree, depth=min(width - 1, spec.depth))
 
     def _one(self, committed: tuple[int, ...], spec: TreeSpec) -> tuple[list[int], list[int]]:
+        if not spec.num_drafts:
+            return [], []
         proposal = self.next_tokens(committed, spec.depth)
         if isinstance(proposal, tuple):
             drafts, parents = proposal

@@ -24,10 +24,10 @@ from verify_kernels.reference.growth import Nodes
 
 Carry = tuple[Tensor, ...]
 Children = Callable[[int, Tensor, Carry], tuple[Tensor, Tensor, Tensor | None, Carry]]
-"""children(depth, tokens [R, W], carry) -> (candidate ids [R, W, M], or [R, 1, M] where all parents have the same, their
-logits under each parent [R, W, M] float32, confidence of each parent's draft [R, W] float32 or None, carry). depth counts
-from 0, the root's; carry is what is known of each node's path, tensors [R, W, ...]: a call gets what it gave for the
-parents, and () at the root."""
+"""children(depth, tokens [R, W], carry) -> (candidate ids [R, W, M], or [R, 1, M] where all parents have the same,
+their logits under each parent [R, W, M] float32, confidence of each parent's draft [R, W] float32 or None, carry).
+depth counts from 0, the root's; carry is what is known of each node's path, tensors [R, W, ...]: a call gets what it
+gave for the parents, and () at the root."""
 
 Draws = Callable[[int, slice, Tensor, Carry, int], tuple[Tensor, Tensor, Tensor | None, Carry]]
 """draws(depth, nodes, tokens [R, W], carry, count) -> (count children of each of these nodes, drawn without replacement
@@ -40,9 +40,10 @@ SIBLINGS = 8
 """Children that one node may have where its level has more nodes than one."""
 
 SUFFIX_RATES = (0.0, 0.04, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.7)
-"""Probability that a text goes on as it did where its last 0, 1, 2, ... tokens occurred before, where the drafter by itself
-says otherwise: r in P(x) = q(x) + (1 - q(x)) r. Measured on 1,572 steps of SmolLM2 over the project's prompts, greedy (r is
-0.03 to 0.04 after one token, 0.22 after two, 0.33 after three, 0.72 after eight or more; few have five to seven)."""
+"""Probability that a text goes on as it did where its last 0, 1, 2, ... tokens occurred before, where the drafter by
+itself says otherwise: r in P(x) = q(x) + (1 - q(x)) r. Measured on 1,572 steps of SmolLM2 over the project's prompts,
+greedy (r is 0.03 to 0.04 after one token, 0.22 after two, 0.33 after three, 0.72 after eight or more; few have five to
+seven)."""
 
 
 def grow(
@@ -68,8 +69,8 @@ def grow(
     - "stop": unchanged, but nothing is grown below a node whose own score times c_k(t) is under stop_below.
 
     repeats: continuations of earlier occurrences become children too, in a mixture: with probability
-    SUFFIX_RATES[matched tokens] the next token is theirs, else it is drawn from q. Matched are those before the root and,
-    deeper in the tree, the continuation's own.
+    SUFFIX_RATES[matched tokens] the next token is theirs, else it is drawn from q. Matched are those before the root
+    and, deeper in the tree, the continuation's own.
 
     width: children are asked for the best so many nodes of a level only, where each costs a pass of the drafter. The
     tree is the best among the nodes that were looked at, and the best of all where width is no limit.

@@ -318,10 +318,17 @@ class Engine:
             if any(r.computed < r.context_len for r in self._running):
                 self._prefill()
                 return []
-            launched = self._launch(spec or self.spec)
+            launched = self._launch(spec or self._next_spec())
         if self._runs_ahead():
             self._ahead = self._launch(self.spec, True)
         return self._collect(launched)
+
+    def _next_spec(self) -> TreeSpec:
+        """What is configured, or no drafts at all where the scheduler says that they would not pay."""
+        if self.scheduler is None or not self.spec.num_drafts:
+            return self.spec
+        drafts = self.scheduler.drafts(self._seq_lens[: len(self._running)] - 1)
+        return self.spec if drafts else TreeSpec.chain(0)
 
     def _admit(self) -> None:
         """First come, first served, while there are rows and pages for the whole context and one tree."""

@@ -26,6 +26,7 @@ class StepCosts:
         self._contexts = torch.tensor(curve.contexts, dtype=torch.float64, device=device)
         self._known = curve.contexts
         self._tables: dict[int, Tensor] = {}
+        self._plain: dict[int, list[float]] = {}
         inside = {b for b in curve.num_requests if b < max_num_requests}
         try:
             for b in sorted({1, max_num_requests, *inside}):
@@ -67,6 +68,12 @@ class StepCosts:
         low, high = known.index_select(0, below), known.index_select(0, below + 1)
         share = (mean - low) / (high - low)
         return torch.lerp(table.index_select(0, below), table.index_select(0, below + 1), share[:, None])[0]
+
+    def plain_ms(self, num_requests: int, context_len: float) -> float:
+        """Of a step that drafts nothing, at this mean context; see `ms`."""
+        if num_requests not in self._plain:
+            self._plain[num_requests] = [sum(self.curve.cost(num_requests, 1, 0, c)) for c in self._known]
+        return float(np.interp(context_len, self._known, self._plain[num_requests]))
 
     def step_ms(self, num_requests: int, tokens: int, context_len: float) -> float:
         """Of one step with so many tokens in all, roots included, at this mean context; see `ms`. Reads the host."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from drafters.topology import TreeSpec
 from dspark_runtime.errors import ConfigError
 from dspark_runtime.scheduling.costs import StepCosts
+from dspark_runtime.scheduling.outlook import Outlook
 from dspark_runtime.tuning.curve import Curve
 
 Value = TypeVar("Value")
@@ -58,6 +59,9 @@ class Policy(Protocol):
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
         """Called before the first step, and when what is drafted changes. Raises ConfigError for what does not fit."""
 
+    def drafts(self, context_lens: Tensor) -> bool:
+        """Asked before each step: whether it drafts, or is a plain one. context_lens [R] int64, on the host."""
+
     def keep(self, drafts: Drafts) -> Tensor:
         """[R, n] bool: the nodes that are verified, closed under ancestors; roots always are, padding says nothing."""
 
@@ -85,6 +89,11 @@ def _index(rows: int, width: int, device: torch.device) -> Tensor:
     return torch.arange(rows * width, device=device).view(width, rows).t()
 
 
+def values_of(best: Tensor) -> Tensor:
+    """The survival that sorted places stand for, float32, largest first."""
+    return (_ONE - best.bitwise_right_shift(32)).int().view(torch.float32)
+
+
 def descending(survival: Tensor) -> Tensor:
     """[R * n] float32: the values alone, largest first."""
     if on_host(survival):
@@ -108,19 +117,23 @@ class FixedLength:
 
     needs_confidence, lag = False, 0
 
-    def __init__(self, drafts: int | Mapping[int, int]) -> None:
-        self.drafts = drafts
+    def __init__(self, depth: int | Mapping[int, int]) -> None:
+        self.depth = depth
 
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
-        if not isinstance(self.drafts, Mapping) and self.drafts > spec.depth:
+        if not isinstance(self.depth, Mapping) and self.depth > spec.depth:
             raise ConfigError(
-                f"scheduler: found {self.drafts} drafts, allowed: at most {spec.depth}, the depth that is drafted"
+                f"scheduler: found {self.depth} drafts, allowed: at most {spec.depth}, the depth that is drafted"
             )
 
+    def drafts(self, context_lens: Tensor) -> bool:
+        return self._depth(context_lens) > 0
+
     def keep(self, drafts: Drafts) -> Tensor:
-        rows = drafts.context_lens.shape[0]
-        depth = at_load(self.drafts, rows) if isinstance(self.drafts, Mapping) else self.drafts
-        return (drafts.depths <= depth).expand(rows, -1)
+        return (drafts.depths <= self._depth(drafts.context_lens)).expand(drafts.context_lens.shape[0], -1)
+
+    def _depth(self, context_lens: Tensor) -> int:
+        return at_load(self.depth, context_lens.shape[0]) if isinstance(self.depth, Mapping) else self.depth
 
 
 class Threshold:
@@ -134,6 +147,9 @@ class Threshold:
 
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
         pass
+
+    def drafts(self, context_lens: Tensor) -> bool:
+        return not isinstance(self.threshold, Mapping) or at_load(self.threshold, context_lens.shape[0])[0] > 0
 
     def keep(self, drafts: Drafts) -> Tensor:
         if not isinstance(self.threshold, Mapping):
@@ -156,6 +172,9 @@ class Budget:
                 f"scheduler: found a budget of {self.tokens} tokens, allowed: {max_num_requests} or more, one a request"
             )
 
+    def drafts(self, context_lens: Tensor) -> bool:
+        return self.tokens > context_lens.shape[0]
+
     def keep(self, drafts: Drafts) -> Tensor:
         places, best = ranked(drafts.survival)
         return places <= best[min(self.tokens, best.shape[0]) - 1]
@@ -172,11 +191,16 @@ class EarlyStop:
 
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
         self.costs = StepCosts(self.curve, spec, max_num_requests, device)
+        self.outlook = Outlook(self.costs)
+
+    def drafts(self, context_lens: Tensor) -> bool:
+        return self.outlook.drafts(context_lens)
 
     def keep(self, drafts: Drafts) -> Tensor:
         rows = drafts.survival.shape[0]
         places, best = ranked(drafts.survival)
-        values = (_ONE - best.bitwise_right_shift(32)).int().view(torch.float32)
+        values = values_of(best)
+        self.outlook.learn(values, rows)
         rate = throughput(values, self.costs.ms(drafts.context_lens), rows)
         # Whether a draft gains reads the sums up to it and nothing behind.
         gains = (rate[1:] > rate[:-1]).cumprod(0).sum(0, keepdim=True)
@@ -194,6 +218,10 @@ class Lagged:
 
     def start(self, spec: TreeSpec, max_num_requests: int, device: torch.device) -> None:
         self.costs = StepCosts(self.curve, spec, max_num_requests, device)
+        self.outlook = Outlook(self.costs)
+
+    def drafts(self, context_lens: Tensor) -> bool:
+        return self.outlook.drafts(context_lens)
 
     def budget(self, stale: Tensor, context_lens: Tensor) -> Tensor:
         """Tokens of the pass, roots included: [1] int64; the fewest of equally good ones."""
@@ -202,7 +230,9 @@ class Lagged:
 
     def keep(self, drafts: Drafts) -> Tensor:
         tokens = self.budget(drafts.stale, drafts.context_lens)
-        return first(*ranked(drafts.survival), tokens)
+        places, best = ranked(drafts.survival)
+        self.outlook.learn(values_of(best), drafts.survival.shape[0])
+        return first(places, best, tokens)
 
 
 def at_load(table: Mapping[int, Value], num_requests: int) -> Value:

@@ -50,11 +50,13 @@ class Scheduler:
         own = () if self._estimator is None else self._estimator.rows
         return (*own, *(buffer for pair in self._history for buffer in pair))
 
+    def drafts(self, context_lens: Tensor) -> bool:
+        """Whether the step that begins drafts, or is a plain one. context_lens [R] int64. Asked once a step."""
+        return self.policy.drafts(context_lens)
+
     def schedule(self, tree: DraftTree, state: BatchState) -> DraftTree:
         """The part of the trees that is verified."""
         if tree.width == 1:
-            if self._estimator is not None:
-                self._estimator.estimate(tree, torch.zeros_like(tree.tokens))
             return tree
         depths = torch.arange(tree.width, device=tree.tokens.device) if tree.is_chain else tree.depths()
         alive = survival(tree, self._estimates(tree, depths)) if self.policy.needs_confidence else None
@@ -68,7 +70,7 @@ class Scheduler:
 
     def observe(self, tree: DraftTree, accepted: Accepted) -> None:
         """What became of the tree that `schedule` returned."""
-        if self._estimator is not None:
+        if self._estimator is not None and tree.width > 1:
             self._estimator.observe(tree, accepted)
 
     def _estimates(self, tree: DraftTree, depths: Tensor) -> Tensor:

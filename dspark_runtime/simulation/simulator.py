@@ -150,12 +150,16 @@ def simulate(system: System, workload: Workload, acceptance: Acceptance, seed: i
         live = state[:, :running]
         drawn = acceptance.draw(live[REQUEST], live[STEPS], system.k)
         limit = np.minimum(live[LEFT] - 1, system.k if drawn.drafted is None else drawn.drafted)
-        kept = limit if chooser is None else chooser.verified(drawn, limit, live[CONTEXT])
+        drafts = chooser is None or chooser.scheduler.drafts(torch.from_numpy(live[CONTEXT]))
+        if not drafts:
+            kept = np.zeros_like(limit)
+        else:
+            kept = limit if chooser is None else chooser.verified(drawn, limit, live[CONTEXT])
         emitted = np.minimum(drawn.accepted, kept) + 1
-        if chooser is not None:
+        if drafts and chooser is not None:
             chooser.learn(emitted)
-        tokens = running + int(kept.sum())
-        ms = costs.step_ms(running, tokens, int(live[CONTEXT].sum()) / running)
+        tokens, context = running + int(kept.sum()), int(live[CONTEXT].sum()) / running
+        ms = costs.step_ms(running, tokens, context) if drafts else costs.plain_ms(running, context)
         now += ms / 1e3
         live[CONTEXT] += emitted
         live[LEFT] -= emitted

@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from drafters.base import BatchState
@@ -213,6 +215,26 @@ def test_repeats_enter_the_same_tree_as_children() -> None:
     got = paths(tree, 0)
     assert {(0, 4), (0, 4, 5)} <= set(got)
     assert math.fsum(found[p] for p in got) == pytest.approx(math.fsum(best), rel=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=DEPTH), st.integers(0, 9)), min_size=1, max_size=4),
+    st.sampled_from([0.0, 1.0, 200.0]), st.integers(2, 12), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_with_repeats_no_score_rises_along_a_path(repeats, sure: float, num_nodes: int, chain: bool) -> None:
+    """Not by rounding either, where drafter and repeats are certain of the same: the best nodes are then no tree."""
+    logits = torch.tensor([0.0, -sure, -sure])
+
+    def children(k: int, tokens: Tensor, carry: tuple[Tensor, ...]):
+        return torch.arange(V)[None, None], logits.expand(1, tokens.shape[1], V), None, ()
+
+    padded = torch.tensor([[t + [-1] * (DEPTH - len(t)) for t, _ in repeats]])
+    found = Continuations(padded, torch.tensor([[m for _, m in repeats]]))
+    tree = grow(torch.tensor([0]), children, DEPTH, num_nodes, torch.tensor([9]), chain=chain, repeats=found)
+    steps, parents = tree.confidence[0], tree.parents[0]
+    for i, path in enumerate(paths(tree, 0)):
+        assert 0 < steps[i] <= 1 and (i == 0 or tree.tokens[0, parents[i]] == path[-2])
 
 
 def test_without_a_repeat_the_tree_is_the_drafters_own() -> None:

@@ -544,6 +544,9 @@ class Spy:
     def start(self, spec, max_num_requests, device) -> None:
         pass
 
+    def drafts(self, context_lens: Tensor) -> bool:
+        return True
+
     def keep(self, drafts: Drafts) -> Tensor:
         self.seen.append((drafts.survival.clone(), drafts.stale.clone()))
         return drafts.survival >= 0
@@ -914,7 +917,7 @@ def test_names_make_policies(tmp_path: Path) -> None:
     made = chain_curve({1: 1.0, 2: 2.0})
     file = tmp_path / "curve.json"
     file.write_text(made.model_dump_json())
-    assert make_policy("fixed:3").drafts == 3 and make_policy("threshold:0.25").threshold == 0.25
+    assert make_policy("fixed:3").depth == 3 and make_policy("threshold:0.25").threshold == 0.25
     assert make_policy("budget:64").tokens == 64
     assert make_policy(f"early-stop:{file}").curve == made == make_policy(f"async:{file}").curve
     assert label(f"async:{file}") == "async:curve.json"
@@ -930,11 +933,11 @@ def test_names_make_policies(tmp_path: Path) -> None:
     ]
     tuning = tmp_path / "tune.json"
     tuning.write_text(json.dumps(dict(kind="tuning", choices=rows)))
-    assert make_policy(f"fixed:{tuning}").drafts == {1: 5, 8: 2}
+    assert make_policy(f"fixed:{tuning}").depth == {1: 5, 8: 2}
     assert make_policy(f"threshold:{tuning}").threshold == {1: (6, 0.2), 8: (2, 0.0)}
     rows[0]["confidence"] = None
     tuning.write_text(json.dumps(dict(kind="tuning", choices=rows)))
-    assert make_policy(f"fixed:{tuning}").drafts == {1: 5, 8: 2}
+    assert make_policy(f"fixed:{tuning}").depth == {1: 5, 8: 2}
     for bad, line in (
         (f"threshold:{tuning}", "confidence: missing, allowed: a tuning on a trace"),
         (f"fixed:{file}", "not a tuning"),

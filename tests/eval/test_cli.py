@@ -65,7 +65,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpoint: Path) -> None:
-    def load(name: str, config: object) -> SimpleNamespace:
+    def load(name: str, *_: object) -> SimpleNamespace:
         return SimpleNamespace(
             model=ScriptedModel(V, logits, max_model_len=512), tokenizer=Characters(), name="scripted",
             config=load_model_config("tiny"),

@@ -167,7 +167,7 @@ def test_the_check_runs_both_on_the_same_requests(monkeypatch: pytest.MonkeyPatc
     model = ScriptedModel(64, lambda prefix: np.eye(64)[(prefix[-1] + 5) % 20].tolist(), max_model_len=1024)
     config = SimpleNamespace(num_experts=0)
     target = SimpleNamespace(model=model, tokenizer=Letters(), name="scripted", config=config)
-    monkeypatch.setattr(eval.bench, "load", lambda name, config: target)
+    monkeypatch.setattr(eval.bench, "load", lambda *_: target)
     monkeypatch.setattr(eval.floor, "measure_ceilings", lambda device, dtype: Ceilings(10.0, 0.1, "fixed by the test"))
     asked = dict(num_speculative_tokens=[0, 1, 2], num_requests=[1, 2], max_tokens=24, repeats=2, warmup=0)
     rows = simulate_check.check(bench_config(asked), 2, [2], 4, 1)

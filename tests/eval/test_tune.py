@@ -34,7 +34,7 @@ QUICK = ["--repeats", "2", "--warmup", "0", "--tokens", "8", "--context", "16", 
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def load(name: str, config: object) -> SimpleNamespace:
+    def load(name: str, *_: object) -> SimpleNamespace:
         model = ScriptedModel(V, lambda prefix: np.eye(V)[(prefix[-1] + 5) % 20].tolist(), max_model_len=512)
         return SimpleNamespace(model=model, tokenizer=None, name="scripted", config=load_model_config("tiny"))
 
