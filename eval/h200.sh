@@ -5,7 +5,7 @@
 #   eval/h200.sh run KERNELS OUT PART...  the GPU machine, in the order given; a part that fails does not stop the next
 #
 # Parts, with seconds: moe 70, draft 40, step 80, dense 120, fp8 60, latent 90, recurrence 90, drafter 240, kimi 150,
-# vllm 400 (needs vLLM), torch 150 (the baseline without kernels).
+# vllm 400 (needs vLLM), torch 150 (the baseline without kernels), comm 400 (needs GPUS=2 to 8 of one host; 8 unless said).
 set -uo pipefail
 usage() { sed -n '4,8p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
@@ -37,6 +37,7 @@ part() {
       dspark eval smollm2-135m-dspark --temperature 0,1 --trees chain,16,32,64 --hybrid --speed 0 --quiet --json "$out/eval_smollm2_dspark_trees.json" ;;
     kimi)
       dspark bench --target kimi-k3 --weights dummy --rank-of 16 --parallel tp --al 6 -k 7 -b 1 --backend unmeasured --quiet --json "$out/kimi_k3_rank_tp16.json" ;;
+    comm) "$python" -m eval.bench_comm --gpus "${GPUS:-8}" --json "$out/comm_${GPUS:-8}.json" ;;
     vllm) dense vllm_qwen3_8b_dspark --engine vllm --drafter qwen3-8b-dspark -k 7 -b 1,8,32 ;;
     torch)
       dense torch_qwen3_8b_ngram --backend reference -k 7 -b 1,8,32

@@ -1,5 +1,6 @@
 """Microseconds of a collective among ranks that this machine does not have: measured latencies, and the link's rate for
-what goes beyond their messages. No torch."""
+what goes beyond their messages. The latencies are the field all_reduce of a file of configs/kernels; on GPUs that are
+here, `python -m eval.bench_comm` measures them and prints that field. No torch."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def fabric(name: str, ranks: int) -> Fabric:
     own = load_kernels(machine.kernels) if machine.kernels else None
     borrowed = machine.borrowed or own is None or own.all_reduce is None
     kernels = own if own is not None and own.all_reduce is not None else load_kernels(load_hardware(LENDER).kernels)
-    notes = ["latencies were measured among 8 ranks"]
+    notes = [f"latencies were measured among {kernels.all_reduce_ranks} ranks"]
     if borrowed:
         notes.append(f"{machine.title} has none of its own: widened by {BORROWED[0]:g} to {BORROWED[1]:g}")
     if ranks > machine.datasheet.domain:

@@ -127,6 +127,7 @@ class Kernels(Sourced):
     attention: tuple[tuple[float, float, float], ...]
     moe: MoeTable
     all_reduce: tuple[float, float, float, float] | None = None
+    all_reduce_ranks: int = Field(default=8, ge=2, description="among which all_reduce was measured")
     all_reduce_large_high_us: float = 0.0
     recurrent: Recurrent | None = None
     torch: TorchOps | None = None

@@ -38,7 +38,7 @@ def run(tmp_path: Path):
 def test_every_part_is_a_command_that_exists(run, tmp_path: Path) -> None:
     parts = re.findall(r"^    ([a-z0-9|]+)\)", SCRIPT.read_text().partition("part() {")[2].partition("esac")[0], re.M)
     names = [name for part in parts for name in part.split("|")]
-    assert {"moe", "draft", "step", "dense", "fp8", "latent", "recurrence", "drafter", "kimi", "vllm", "torch"} == set(names)
+    assert {"moe", "draft", "step", "dense", "fp8", "latent", "recurrence", "drafter", "kimi", "vllm", "torch", "comm"} == set(names)
     built, commands = run("build", str(tmp_path / "kernels"))
     done, both = run("run", str(tmp_path / "kernels"), str(tmp_path / "out"), *names)
     assert built.returncode == done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ One launch is one collective: there is no barrier and no fence, because every el
 torch.distributed's. Nothing is read by the host, so CUDA graphs capture all of it.
 
 The kernels have not run on a GPU. Triton's interpreter runs them on CPUs between processes that share memory, they
-compile for sm_90, and `python -m eval.bench_comm` checks and times them beside NCCL on 1 to 8 GPUs of a host.
+compile for sm_90, and `python -m eval.bench_comm --gpus N` checks and times them beside NCCL on 1 to 8 GPUs of a host.
 """
 
 from verify_kernels.comm.group import Alone, Distributed, Group
